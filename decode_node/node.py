@@ -22,13 +22,12 @@ results and processes them. On a GPU the node submits the next round in between,
 processes tokens. While pages of a prompt are on the way, the node submits the next round as late as it can, so that the
 sequence joins it. If the device is a GPU, the node does not sleep then, so that it submits no round too late.
 
-If the device has no memory for a round, the node tries again without drafts. If it has none for that either, the
-sequence that asks for most ends with an error, and the node tries again with the others.
+Collaborators: pacing.py learns how long rounds and chunks take, and memory_relief.py takes work off a round for which
+the device has no memory.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -37,12 +36,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.pace.draft_length import PRIOR_TRIES, DraftShape, StepChooser
-from ..engine.pace.padding import measure_costs, measure_round
-from ..engine.pace.step_times import StepTimes
 from ..engine.progress import ProgressBar
 from ..engine.rounds.executor import Executor
-from ..engine.rounds.rounds import LocalChunk, Rounds, Submitted
+from ..engine.rounds.rounds import LocalChunk, Rounds
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import Accepted, no_token
 from ..metadata.bus.membership import Membership, RouterGone
@@ -53,10 +49,11 @@ from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
-from .chunk_length import MAX_AHEAD, ChunkBudget, ChunksAlone, PromptTokens
+from .chunk_length import MAX_AHEAD, PromptTokens
+from .memory_relief import MemoryRelief
 from .outbox import Outbox
+from .pacing import Pacing, SubmittedRound
 from .reservations import Reservations
-from .round_clock import RoundClock, RoundSeconds, RoundTime
 from .scheduler import DecodeScheduler, StepPlan, Streams
 from .sequence import Sequence
 
@@ -67,7 +64,6 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1e-4  # between looks for messages while a round is computed
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one round takes longer
-_MAX_MEASURED = 16  # sequences in the largest round that is timed at the start; times of larger ones are extrapolated
 
 
 @dataclass(slots=True)
@@ -82,22 +78,6 @@ class _Counts:
     pages_moved: int = 0
     bytes_moved: int = 0
     transfer_seconds: float = 0.0
-
-
-class SubmittedRound(NamedTuple):
-    """A round that the device computes or has computed."""
-
-    sequences: list[Sequence]
-    submitted: Submitted
-    since: float  # monotonic seconds
-    step_since: float  # monotonic seconds: the begin of the step, or the end of the last settled round if that is later
-    chunk: PromptTokens | None  # the prompts or lost tokens that the step computes beside it
-    is_scored: bool  # tokens of the chunk are scored, which takes longer
-
-    @property
-    def has_chunk(self) -> bool:
-        """Whether a chunk makes the step longer: one of this node, or of another rank of its group."""
-        return self.chunk is not None or self.submitted.is_delayed
 
 
 class _Admission(NamedTuple):
@@ -138,18 +118,22 @@ class DecodeNode:
         with ProgressBar("capturing round graphs") as progress:
             executor.warm_up(progress, expects_prompts=expects_prompts)
         self.rounds = Rounds(executor)
-        self.chooser = _measured_chooser(executor) if is_adaptive and executor.shape.num_steps else None
-        costs = measure_costs(executor, min(chunk, executor.context_len - 1), self.cache.pool.page_size)
-        round_s = RoundSeconds(measure_round(executor, 1, 0))
-        self._budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_sizes)
+        self._overlaps = executor.runs_ahead if overlaps is None else overlaps
+        self.pacing = Pacing(
+            self.rounds,
+            chunk,
+            cache.pool.page_size,
+            is_adaptive=is_adaptive,
+            max_gap_s=max_gap_s,
+            overlaps=self._overlaps,
+        )
+        self._clock, self._budget = self.pacing.clock, self.pacing.budget
         self.scheduler = self._make_scheduler(chunk)
         if executor.group_steps is not None:
             executor.group_steps.watch_streams(lambda: self.scheduler.streams)
-        self._overlaps = executor.runs_ahead if overlaps is None else overlaps
         self._under_way: SubmittedRound | None = None
         self._admitted: list[_Admission] = []  # since the last round was submitted
-        self._alone = ChunksAlone()
-        self._clock = RoundClock(self._overlaps)
+        self._relief = MemoryRelief(self.rounds, self.scheduler, self._fail)
         self.outbox = Outbox()
         self._reservations = Reservations(
             self.scheduler,
@@ -161,11 +145,10 @@ class DecodeNode:
             context_len=executor.context_len,
         )
         self._counts = _Counts()
-        self._num_idle = 0  # steps of other ranks that were counted as rounds
         self._put_off: list[RouterWork | RouterGone] = []  # messages that came while the device computed
 
     def _make_scheduler(self, chunk: int) -> DecodeScheduler:
-        executor, chooser = self.executor, self.chooser
+        executor, chooser = self.executor, self.pacing.chooser
         return DecodeScheduler(
             self.cache,
             executor.num_slots,
@@ -173,7 +156,7 @@ class DecodeNode:
             shape=executor.shape,
             context_len=executor.context_len,
             num_prompt_states=executor.num_prompt_states,
-            choose=None if chooser is None else self._choose,
+            choose=None if chooser is None else self.pacing.choose,
             rests=None if chooser is None else chooser.rests,
             budget=self._budget.room,
             joint=executor.joint_sizes,
@@ -189,13 +172,13 @@ class DecodeNode:
         self._clock.end_arrivals()
         self._await_arrivals()
         self._await_chunks()
-        self._count_rounds_elsewhere()
+        self.pacing.count_rounds_elsewhere()
         plan = self._plan()
         if plan.rows or plan.decoding or self._under_way is not None:
             self.membership.enter("decode", STEP_LIMIT_S)
             self._compute(plan)
         else:
-            self._alone.take()
+            self.pacing.alone.take()
         self._announce()
         for sequence in plan.failed:
             self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
@@ -212,7 +195,7 @@ class DecodeNode:
         scheduler = self.scheduler
         # prompts that are not computed yet will be streams when the next ones come
         num_streams = scheduler.num_streams or min(1, len(scheduler))
-        num_steps = self._under_way.submitted.shape.num_steps if self._under_way is not None else 0
+        num_steps = self._under_way.num_steps if self._under_way is not None else 0
         rate = self._budget.rate(num_streams, num_steps)
         return Load(
             free_pages=self.cache.available,
@@ -308,20 +291,13 @@ class DecodeNode:
         try:
             self.rounds.admit(sequence, row)
         except OutOfMemory as error:
-            self._end_for_memory(sequence, error)
+            self._relief.end(sequence, error)
             return False
         assert sequence.slot is not None, sequence.unit
-        if self.chooser is not None:
-            self.chooser.admit(sequence.slot)
+        if self.pacing.chooser is not None:
+            self.pacing.chooser.admit(sequence.slot)
         sequence.clock.start(sequence.num_generated)
         return True
-
-    def _count_rounds_elsewhere(self) -> None:
-        """Count the rounds of other ranks in which this node had no work: its next chunk waits for so many."""
-        steps = self.executor.group_steps
-        while steps is not None and self._num_idle < steps.num_idle:
-            self._num_idle += 1
-            self._budget.begin_round(has_chunk=False)
 
     def _streams_elsewhere(self) -> Streams:
         """Return the streams of the other ranks of this node's group."""
@@ -331,8 +307,8 @@ class DecodeNode:
     def _release(self, sequence: Sequence) -> None:
         """Take the slot of a sequence that is over."""
         self.rounds.release(sequence)
-        if self.chooser is not None:
-            self.chooser.wake()
+        if self.pacing.chooser is not None:
+            self.pacing.chooser.wake()
 
     def _resend(self, unit: Unit, first: int) -> None:
         """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
@@ -379,7 +355,7 @@ class DecodeNode:
         if self._under_way is None or not self._expects_arrivals:
             return
         under_way = self._under_way
-        until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.has_chunk)
+        until = self._clock.submit_by(under_way.num_steps, has_chunk=under_way.has_chunk)
         since = time.monotonic()
         while self._expects_arrivals and time.monotonic() < until and not self.executor.is_done:
             self._pause()
@@ -401,7 +377,7 @@ class DecodeNode:
         under_way = self._under_way
         if under_way is None:
             return
-        until = self._clock.submit_by(under_way.submitted.shape.num_steps, has_chunk=under_way.has_chunk)
+        until = self._clock.submit_by(under_way.num_steps, has_chunk=under_way.has_chunk)
         since = time.monotonic()
         while not self._put_off and time.monotonic() < until and not self.executor.is_done:
             self._pause()
@@ -506,7 +482,7 @@ class DecodeNode:
             if not self._recompute(plan):
                 chunk, is_scored = None, False
             elif not plan.decoding:
-                self._alone.add(chunk, step_since)
+                self.pacing.alone.add(chunk, step_since)
                 if self._streams_elsewhere().has_any:  # it shared the forward of their rounds
                     self._budget.begin_round(has_chunk=True)
         elif chunk is not None:
@@ -530,16 +506,10 @@ class DecodeNode:
         try:
             self.rounds.recompute(plan.sequences, plan.rows)
         except OutOfMemory as error:
-            self._relieve_chunk(plan, error)
+            self._relief.of_chunk(plan, error)
             return False
         self._note_computed(plan)
         return True
-
-    def _relieve_chunk(self, plan: StepPlan, error: OutOfMemory) -> None:
-        """End the sequence that asks for most of a chunk that had no memory. The next step tries again."""
-        rows = zip(plan.sequences, plan.rows, strict=True)
-        largest, _ = max(rows, key=lambda each: (each[1].num_scored, len(each[1].input_ids), each[0].order))
-        self._end_for_memory(largest, error)
 
     def _note_computed(self, plan: StepPlan) -> None:
         """Record that the device computes the planned chunk."""
@@ -586,32 +556,18 @@ class DecodeNode:
         try:
             submitted = self.rounds.submit(plan.decoding, plan.shape, plan.limits, beside)
         except ChunkOutOfMemory as error:
-            self._relieve_chunk(plan, error)
+            self._relief.of_chunk(plan, error)
             return None
         except OutOfMemory as error:
             if isinstance(error, RoundOutOfMemory):
                 self._note_computed(plan)
             self.settle()  # the round before has tokens for them
-            self._relieve([each for each in plan.decoding if each.slot is not None], plan.shape, error)
+            self._relief.of_round([each for each in plan.decoding if each.slot is not None], plan.shape, error)
             return None
         if beside is not None:
             self._note_computed(plan)
         self._budget.begin_round(has_chunk=chunk is not None)
         return SubmittedRound(plan.decoding, submitted, since, step_since, chunk, plan.is_scored)
-
-    def _relieve(self, sequences: list[Sequence], shape: DraftShape, error: OutOfMemory) -> None:
-        """Take work off a round that had no memory: its drafts, or else one sequence, which ends with an error. The
-        others continue from their tokens, and draft no more."""
-        is_drafting = shape.num_steps > 0 and not all(sequence.is_left_behind for sequence in sequences)
-        if sequences and not is_drafting:
-            largest = max(sequences, key=_demand)
-            sequences.remove(largest)
-            self._end_for_memory(largest, error)
-        for sequence in sequences:
-            try:
-                self.rounds.reload(sequence)
-            except OutOfMemory as no_slot:
-                self._end_for_memory(sequence, no_slot)
 
     def settle(self) -> None:
         """Wait for the round under way, if there is one, and process its results."""
@@ -619,10 +575,7 @@ class DecodeNode:
         if done is None:
             return
         results = self.rounds.collect(done.submitted).rows
-        num_streams, num_steps = len(done.sequences), done.submitted.shape.num_steps
-        step_since = max(done.step_since, self._clock.settled_at)
-        seconds = self._clock.settle(done.since, num_steps, has_chunk=done.has_chunk)
-        step_s = self._clock.settled_at - step_since
+        times = self.pacing.settle(done)
         for sequence in done.sequences:
             sequence.leave_round()
         rows = zip(done.sequences, done.submitted.slots, results, strict=True)
@@ -630,40 +583,7 @@ class DecodeNode:
         for sequence, _, accepted in live:
             self._accept(sequence, accepted)
         self._send(done.sequences)
-        round_time = self._clock.judge(seconds)
-        alone = self._alone.take()
-        if done.submitted.is_delayed:
-            round_time = RoundTime(None, None)
-        elif done.chunk is not None:  # chunks alone, which the device may not have done before, make it look longer
-            if alone is None and not done.is_scored:
-                self._budget.end_beside(num_streams, num_steps, done.chunk, step_s)
-            round_time = RoundTime(None, None)
-        elif alone is not None:
-            self._budget.end_alone(num_streams, num_steps, alone, self._clock.settled_at - alone.since)
-        elif round_time.seconds is not None:
-            self._budget.end_round(num_streams, num_steps, round_time.seconds)
-        if self.chooser is not None and live and not self.chooser.passes_over(done.submitted.shape.num_steps):
-            self.chooser.observe(
-                [slot for _, slot, _ in live],
-                done.submitted.shape.num_steps,
-                [accepted.num_drafted for _, _, accepted in live],
-                [accepted.num_accepted for _, _, accepted in live],
-                *round_time,
-                done.submitted.num_caught_up,
-                done.submitted.kind,
-            )
-
-    def _choose(self, sequences: list[Sequence], usable: list[int]) -> DraftShape:
-        """Return how much the next round drafts. `usable`: the number of drafts that each sequence could accept."""
-        assert self.chooser is not None
-        if self.chooser.num_steps == 0 and self.executor.proposer is not None:
-            for sequence in sequences:
-                if sequence.slot is not None:
-                    self.chooser.learn(sequence.slot, *self.rounds.replay(sequence, int(PRIOR_TRIES)))
-        num_missed = self.rounds.num_missed(sequences)
-        slots = [each.slot for each in sequences if each.slot is not None]
-        num_steps = self.chooser.choose(slots, usable, num_missed, self.rounds.kind(sequences))
-        return self.executor.shape.with_steps(num_steps)
+        self.pacing.learn(done, times, [(slot, accepted) for _, slot, accepted in live])
 
     def _accept(self, sequence: Sequence, accepted: Accepted) -> None:
         """Append the tokens of a round, and end the sequence if one of them ends it or the logits were NaN."""
@@ -676,25 +596,6 @@ class DecodeNode:
             message = no_token(len(sequence.token_ids), sequence.sampling.params)
             self._fail(sequence.unit, "model_error", message, is_retryable=False)
 
-    def _end_for_memory(self, sequence: Sequence, error: OutOfMemory) -> None:
-        """End a sequence with an error. Another node, or this one later, may have the memory."""
-        self.scheduler.finish(sequence)
-        self._fail(sequence.unit, error.code, str(error), is_retryable=True)
-
     def _send(self, sequences: list[Sequence]) -> None:
         for tokens in self.outbox.unsent(sequences):
             self.membership.send(tokens)
-
-
-def _demand(sequence: Sequence) -> tuple[bool, bool, bool, int]:
-    """Return a key that is largest for the sequence that asks most of a round's memory. One row that asks for
-    log-probabilities, penalties or filters makes the round compute them for all. Of equals, the youngest is largest."""
-    needs = sequence.sampling.needs
-    return needs.num_logprobs is not None, needs.processes, needs.ranks or needs.cuts, sequence.order
-
-
-def _measured_chooser(executor: Executor) -> StepChooser:
-    """Return a chooser of draft lengths that knows the times of rounds."""
-    measure = functools.partial(measure_round, executor)
-    times = StepTimes.measure(measure, min(executor.num_slots, _MAX_MEASURED), executor.shape.choices)
-    return StepChooser(executor.shape, times, executor.num_slots)

@@ -41,7 +41,7 @@ class Reservations:
         self._outbox = outbox
         self._load, self._send, self._fail = load, send, fail
         self._orders = itertools.count()
-        self._refused_at: int | None = None  # scheduler.num_releases when a reservation was last refused
+        self._refused_at: int | None = None  # scheduler.pages.num_releases when a reservation was last refused
 
     def grant(self, message: Reserve | Compute) -> list[Sequence]:
         """Reserve choices in order while they fit, and answer. Return the sequences that are reserved now."""
@@ -65,7 +65,7 @@ class Reservations:
                 self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error), is_retryable=False)
                 continue
             if not self._scheduler.reserve(sequence):
-                self._refused_at = self._scheduler.num_releases
+                self._refused_at = self._scheduler.pages.num_releases
                 break
             granted.append(sequence)
         self._answer(message, [sequence.unit for sequence in granted])
@@ -73,7 +73,7 @@ class Reservations:
 
     def announce_capacity(self) -> None:
         """Tell the router that pages have become free, if a reservation was refused since the last such message."""
-        has_released = self._refused_at is not None and self._scheduler.num_releases > self._refused_at
+        has_released = self._refused_at is not None and self._scheduler.pages.num_releases > self._refused_at
         if has_released and self._scheduler.is_open:
             self._refused_at = None
             self._send(CapacityFreed(load=self._load()))

@@ -1,4 +1,4 @@
-"""The decode scheduler: decides which sequences a step runs, and owns their pages.
+"""The decode scheduler: decides which sequences a step runs. sequence_pages.py gets their pages and frees them.
 
     reserve --> reserved --start_pulled, start_local--> running --finish--> (pages to the prefix cache)
                                                         |     ^
@@ -26,14 +26,13 @@ from typing import NamedTuple
 
 from ..engine.pace.draft_length import NO_DRAFTS, DraftShape
 from ..engine.pace.joint_sizes import NO_SIZE, JointSizes
-from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
-from ..metadata.handoff.schema.schema import decode_len, pages_of
 from ..metadata.wire.request import Unit
 from .chunk_length import ChunkRoom, PromptTokens, Queue
 from .sequence import Sequence
+from .sequence_pages import SequencePages
 
 Choose = Callable[[list[Sequence], list[int]], DraftShape]
 Budget = Callable[[int, int, Queue], ChunkRoom]
@@ -75,7 +74,7 @@ class Streams(NamedTuple):
 
 
 class DecodeScheduler:
-    """Owns the reserved, running and preempted sequences and all pages that they hold."""
+    """Owns the reserved, running and preempted sequences."""
 
     def __init__(
         self,
@@ -108,13 +107,13 @@ class DecodeScheduler:
         self.cache = cache
         self.shape = shape
         self.context_len = context_len
-        self._num_prompt_states = num_prompt_states
         self._choose, self._rests, self._budget = choose, rests, budget
         self.joint = joint
-        self._window = window
         self._on_finish = on_finish
         self._streams_elsewhere = streams_elsewhere
         self.page_size = cache.pool.page_size
+        first_rounds_len = 1 + shape.num_steps + shape.num_slots  # the second begins where a fully accepted one ends
+        self.pages = SequencePages(cache, first_rounds_len, context_len, num_prompt_states, window)
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.reserved: dict[Unit, Sequence] = {}
@@ -123,7 +122,6 @@ class DecodeScheduler:
         self._by_rid: dict[str, list[Sequence]] = {}  # in any phase
         self._left: set[Sequence] = set()  # sequences that were preempted or failed since the plan was begun
         self.num_preemptions = 0
-        self.num_releases = 0  # how often a sequence gave its pages back
 
     # --- reservation and start ---
 
@@ -131,15 +129,11 @@ class DecodeScheduler:
         """Take all pages of the prompt (except cached ones) and of two rounds, or nothing (False)."""
         if self.preempted or len(self.running) + len(self.reserved) >= self.max_running:
             return False
-        if not self._take_pages(sequence):
+        if not self.pages.take(sequence):
             return False
         self.reserved[sequence.unit] = sequence
         self._by_rid.setdefault(sequence.unit.rid, []).append(sequence)
         return True
-
-    def num_cached_pages(self, sequence: Sequence) -> int:
-        """Return how many pages a reservation of the sequence would find in the prefix cache."""
-        return self.cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence))
 
     def start_pulled(self, unit: Unit) -> Sequence:
         """Run a reserved sequence whose pages have all arrived. `share_computed` then shares them."""
@@ -158,7 +152,7 @@ class DecodeScheduler:
     def share_computed(self, sequence: Sequence, num_tokens: int | None = None) -> None:
         """Give the full computed pages of a running sequence to the prefix cache, so that other sequences find them.
         `num_tokens`: only pages of the first so many tokens; None: of all tokens whose KV target and drafter have."""
-        self._cache_pages(sequence, num_tokens=num_tokens)
+        self.pages.share(sequence, num_tokens=num_tokens)
 
     @property
     def is_open(self) -> bool:
@@ -180,7 +174,7 @@ class DecodeScheduler:
         """Tokens of local prompts and of resumed sequences that are still to compute."""
         num_tokens = sum(max(0, sequence.num_to_compute - 1) for sequence in (*self.running, *self.preempted))
         reserved = [sequence for sequence in self.reserved.values() if sequence.is_local]  # they start in this step
-        return num_tokens + sum(self._num_uncached(sequence) - 1 for sequence in reserved)
+        return num_tokens + sum(self.pages.num_uncached(sequence) - 1 for sequence in reserved)
 
     # --- one step ---
 
@@ -212,7 +206,7 @@ class DecodeScheduler:
             if num_to_compute > 1 and sequence.is_local:
                 if self._waits_for_choice(sequence):
                     continue
-                num_to_compute -= self._find_pages(sequence)
+                num_to_compute -= self.pages.exchange(sequence)
             if num_to_compute == 1:
                 self._plan_round(sequence, num_usable, plan)
             elif budget > 0:
@@ -263,7 +257,7 @@ class DecodeScheduler:
         """Take all pages from a running sequence. It is resumed later, before any reservation is granted."""
         _remove(self.running, sequence)
         self._left.add(sequence)
-        self._release(sequence)
+        self.pages.release(sequence)
         sequence.preempt()
         self.num_preemptions += 1
         bisect.insort(self.preempted, sequence, key=_order)
@@ -278,7 +272,7 @@ class DecodeScheduler:
         of_rid.remove(sequence)
         if not of_rid:
             del self._by_rid[sequence.unit.rid]
-        self._release(sequence)
+        self.pages.release(sequence)
         if self._on_finish is not None:
             self._on_finish(sequence)
 
@@ -310,7 +304,7 @@ class DecodeScheduler:
         num_tokens = sequence.num_computed + num_coming + 1
         num_ahead = limit if shape.is_chain or limit == 0 else shape.num_slots - 1
         if num_tokens + num_ahead > len(sequence.pages) * self.page_size:  # rarely
-            self._give_back_unseen(sequence)
+            self.pages.give_back_unseen(sequence)
             limit = self._draft_limit(sequence, limit, num_tokens + num_ahead)
             if not self._grow(sequence, num_tokens, plan):
                 return
@@ -377,26 +371,9 @@ class DecodeScheduler:
             other.order < sequence.order
             and other.unit.attempt == sequence.unit.attempt
             and other.lease is not None
-            and other.num_computed < self._most_shared(other) * self.page_size
+            and other.num_computed < self.pages.most_shared(other) * self.page_size
             for other in self._by_rid[sequence.unit.rid]
         )
-
-    def _find_pages(self, sequence: Sequence) -> int:
-        """Exchange pages of a local prompt of which nothing is computed yet for those that were computed since, by
-        another choice or request. Return how many tokens are in them."""
-        assert sequence.lease is not None, sequence.unit
-        num_before = sequence.num_computed
-        num_leased = len(sequence.lease.pages)
-        if num_before != num_leased * self.page_size:
-            return 0
-        if self.cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence)) <= num_leased:
-            return 0
-        self.cache.release(sequence.lease, sequence.pages)
-        sequence.give_up_pages()
-        has_pages = self._take_pages(sequence)
-        assert has_pages, "fewer pages than those that it has just released"
-        sequence.share_prompt(self.page_size)
-        return sequence.num_computed - num_before
 
     # --- what a round may do ---
 
@@ -423,31 +400,21 @@ class DecodeScheduler:
     def _draft_limit(self, sequence: Sequence, limit: int, num_tokens: int) -> int:
         """Return `limit`, the drafts that the sequence may accept, and take the pages for `num_tokens`, those of its
         drafts included. Nobody is preempted for drafts: without free pages the limit is 0."""
-        num_missing = self._num_missing(sequence, num_tokens)
-        if limit == 0 or num_missing > self.cache.available:
+        if limit == 0 or self.pages.num_missing(sequence, num_tokens) > self.cache.available:
             return 0
-        sequence.add_pages(self.cache.allocate(num_missing, Owner.REQUEST))
+        self.pages.grow(sequence, num_tokens)
         return limit
 
     # --- pages ---
-
-    def _num_uncached(self, sequence: Sequence) -> int:
-        """Return how many tokens of a reserved sequence are not in the pages that it found in the prefix cache."""
-        assert sequence.lease is not None, sequence.unit
-        return len(sequence.token_ids) - len(sequence.lease.pages) * self.page_size
-
-    def _num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        return pages_of(num_tokens, self.page_size) - len(sequence.pages)
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Get pages for `num_tokens` of `sequence`, and preempt younger ones if needed.
 
         False: the sequence was itself preempted, or failed, or nobody may be preempted now."""
-        num_missing = self._num_missing(sequence, num_tokens)
-        while num_missing > 0:
+        while True:
             try:
-                sequence.add_pages(self.cache.allocate(num_missing, Owner.REQUEST))
-                break
+                self.pages.grow(sequence, num_tokens)
+                return True
             except OutOfPages:
                 if plan.is_overlapping:
                     plan.is_premature = True
@@ -460,89 +427,17 @@ class DecodeScheduler:
                 self.preempt(youngest)
                 if youngest is sequence:
                     return False
-        return True
 
     def _resume(self) -> None:
         """Resume preempted sequences, oldest first, while the pages for two rounds each are there and, as headroom, a
         page for every running sequence."""
         while self.preempted and len(self.running) + len(self.reserved) < self.max_running:
             sequence = self.preempted[0]
-            if not self._take_pages(sequence, headroom=len(self.running)):
+            if not self.pages.take(sequence, headroom=len(self.running)):
                 return
             self.preempted.pop(0)
             sequence.resume(self.page_size)
             bisect.insort(self.running, sequence, key=_order)
-
-    def _take_pages(self, sequence: Sequence, headroom: int = 0) -> bool:
-        """Give the sequence the pages of its tokens and of two rounds, cached ones first, or none (False).
-
-        `headroom`: pages that must be left over."""
-        num_tokens = len(sequence.token_ids)
-        lease = self.cache.acquire(sequence.token_ids, sequence.salt, self._most_cached(sequence))
-        # The second round begins where a fully accepted first one ends. Drafts may go no further than the context.
-        end = decode_len(num_tokens, 1 + self.shape.num_steps + self.shape.num_slots, self.context_len)
-        num_own = pages_of(end, self.page_size) - len(lease.pages)
-        try:
-            if num_own + headroom > self.cache.available:
-                raise OutOfPages("no headroom")
-            own = self.cache.allocate(num_own, Owner.REQUEST)
-        except OutOfPages:
-            self.cache.release(lease)
-            return False
-        sequence.take_pages(lease, own)
-        return True
-
-    def _most_cached(self, sequence: Sequence) -> int:
-        """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are
-        computed."""
-        if sequence.prompt_scores is None:
-            return self._most_shared(sequence)
-        return min(self._most_shared(sequence), sequence.prompt_scores.num_skippable // self.page_size)
-
-    def _most_shared(self, sequence: Sequence) -> int:
-        """Return how many pages of a sequence other choices of its request may find in the prefix cache once it has
-        computed its prompt."""
-        num_computed = 1 + (self._num_prompt_states if sequence.lacks_draft else 0)
-        return max(0, len(sequence.token_ids) - num_computed) // self.page_size
-
-    def _cache_pages(self, sequence: Sequence, end: int | None = None, num_tokens: int | None = None) -> None:
-        """Give full computed pages, those before index `end`, to the prefix cache. `num_tokens` is as in
-        `share_computed`. The sequence keeps its own block table."""
-        assert sequence.lease is not None, sequence.unit
-        if sequence.first_kept:
-            return  # it does not hold the first pages any more
-        if num_tokens is None:  # the drafter has no KV for missed rows, which are always the last ones
-            num_tokens = max(0, sequence.num_computed - sequence.num_missed)
-        known = sequence.token_ids[:num_tokens]
-        pages = sequence.pages[: len(known) // self.page_size][:end]
-        self.cache.insert(known, pages, sequence.salt, sequence.lease)
-
-    def _give_back_unseen(self, sequence: Sequence) -> None:
-        """Give back the pages before what any layer sees from now on, those of the prefix cache only if all of them are
-        before it. Later pages do not enter the cache, since it has whole prefixes."""
-        if self._window is None:
-            return
-        assert sequence.lease is not None, sequence.unit
-        seen = sequence.num_computed - MAX_MISSED - self._window + 1  # the drafter may catch up on missed rows
-        first = max(0, seen) // self.page_size
-        if first <= max(sequence.first_kept, len(sequence.lease.pages) - 1):
-            return
-        self._cache_pages(sequence, first)
-        self._free(sequence, first)
-        sequence.keep_from(first, self.cache.acquire(()))
-
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.lease is None:  # it is preempted and holds nothing
-            return
-        self._cache_pages(sequence)
-        self.num_releases += 1
-        self._free(sequence, len(sequence.pages))
-        sequence.give_up_pages()
-
-    def _free(self, sequence: Sequence, end: int) -> None:
-        """End the sequence's lease, and free its own pages before index `end`."""
-        assert sequence.lease is not None, sequence.unit
-        self.cache.release(sequence.lease, sequence.pages[sequence.first_kept : end])
 
 
 def narrowed(shape: DraftShape, usable: Iterable[int]) -> DraftShape:

@@ -120,12 +120,12 @@ def _figures(span: Span) -> str:
             return f"at most {span.num_prompt:,} tokens on the decode node{reason}"
         case "pull":
             rate = f" at {span.gb_per_s:g} GB/s" if span.gb_per_s else ""
-            over = f" over {pull.transport}" if pull.transport else ""
+            way = f" {span.way}" if span.way else ""
             cached = f", {span.had_pages} more were cached" if span.had_pages else ""
             again = f", {pull.num_repeated} pulled again" if pull.num_repeated else ""
             size = f"{count(span.num_pages, 'page')}, {span.num_bytes / 1e6:,.1f} MB"
             moving = f"; {duration(span.moving_s)} on their way, overlap with prefill included"
-            return f"{size}{rate}{over}{cached}{again}{moving}"
+            return f"{size}{rate}{way}{cached}{again}{moving}"
         case "decode":
             steps = f" in {span.num_steps:,} rounds" if span.num_steps else ""
             drafts = f", {span.num_accepted:,} of {span.num_drafted:,} drafts accepted" if span.num_drafted else ""

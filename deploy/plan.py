@@ -19,6 +19,7 @@ from ..engine.checkpoint.model_check import check_memory, check_model, fetched, 
 from ..engine.config import MEMORY_SHARE, EngineConfig
 from ..engine.drafters.algorithm import find_drafter, settle
 from ..engine.drafters.registry import describe
+from ..engine.gpus import visible_gpus
 from ..metadata.bus.allow_list import ROUTER, add_line, line_of
 from ..metadata.bus.curve import KeyPair
 from ..metadata.config import ProcessConfig, at_least, setting
@@ -155,7 +156,7 @@ class Plan:
     @property
     def advice(self) -> str | None:
         """A sentence if another number of nodes would serve better on the GPUs of this host; None otherwise."""
-        if not self.up.prefill or not self._may_use_gpus or len(_gpus()) != 1:
+        if not self.up.prefill or not self._may_use_gpus or len(visible_gpus()) != 1:
             return None
         num_nodes = self.up.prefill + self.up.decode
         return (
@@ -167,7 +168,7 @@ class Plan:
     @property
     def first_start(self) -> str | None:
         """A sentence if no compiled kernels are kept from an earlier start; None otherwise."""
-        of_gpus = self._may_use_gpus and bool(_gpus())
+        of_gpus = self._may_use_gpus and bool(visible_gpus())
         kept = "*" if of_gpus else _COMPILED
         if any(next(folder.rglob(kept), None) for folder in kernel_folders(os.environ, of_gpus=of_gpus)):
             return None
@@ -180,7 +181,7 @@ class Plan:
     @property
     def num_gpus_to_plan(self) -> int:
         """Number of GPUs of this host if `baton plan` knows shapes of them: two to eight, one for each node. Else 0."""
-        num_gpus, num_ranks = len(_gpus()), max(self.prefill.num_ranks, self.decode.num_ranks)
+        num_gpus, num_ranks = len(visible_gpus()), max(self.prefill.num_ranks, self.decode.num_ranks)
         return num_gpus if self._may_use_gpus and num_ranks == 1 and 2 <= num_gpus <= 8 else 0
 
     def tables(self) -> dict[str, Any]:
@@ -248,7 +249,7 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
     made = [Command("router", "router", _argv("router", router), to_environ(router))]
     num_processes = plan.up.prefill * plan.prefill.num_ranks, plan.up.decode * plan.decode.num_ranks
     threads = split_threads(len(os.sched_getaffinity(0)), *num_processes)
-    gpus = _gpus()
+    gpus = visible_gpus()
     shares = [plan.prefill.memory_share] * plan.up.prefill + [plan.decode.memory_share] * plan.up.decode
     places = gpu_places(gpus, [plan.prefill.num_ranks] * plan.up.prefill + [plan.decode.num_ranks] * plan.up.decode)
     roles: tuple[tuple[Role, PrefillConfig | DecodeConfig], ...] = (("prefill", plan.prefill), ("decode", plan.decode))
@@ -310,13 +311,6 @@ def memory_share(own: float | None, sharing: Sequence[float | None]) -> float:
             f"let the shares of all sum to {MEMORY_SHARE}, or leave them out"
         )
     return own if own is not None else round(left / num_others, 4)
-
-
-def _gpus() -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [gpu for gpu in visible.split(",") if gpu]
-    return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
 
 
 def check_port(host: str, port: int) -> None:

@@ -22,7 +22,7 @@ from ..engine.config import EngineConfig
 from ..metadata.config import at_least, setting
 from ..metadata.errors import ConfigError
 from .simulation.cluster import ClusterShape, Outcome, simulate
-from .simulation.figures import Slo, summary
+from .simulation.figures import Slo, goodput, summary
 from .simulation.times import Times, find, read
 from .simulation.traffic import Arrival, poisson, read_trace
 from .terminal import say
@@ -100,13 +100,13 @@ class Candidate:
         """Return the share of all requests that keep the SLO, if times are multiplied by these factors. A request that
         no node can hold keeps none."""
         bounds = Slo(self.slo.ttft_ms / ttft, self.slo.tpot_ms / tpot)
-        num_good = sum(map(bounds.is_kept, self.outcome.records))
-        return num_good / max(1, len(self.outcome.records) + self.outcome.num_refused)
+        outcome = self.outcome
+        return goodput(bounds, outcome.records, len(outcome.records) + outcome.num_refused, outcome.took_s)[1]
 
     @property
     def goodput(self) -> float:
         """Good requests per second."""
-        return sum(map(self.slo.is_kept, self.outcome.records)) / self.outcome.took_s
+        return goodput(self.slo, self.outcome.records, len(self.outcome.records), self.outcome.took_s)[0]
 
     @property
     def strain(self) -> float:

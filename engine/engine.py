@@ -25,6 +25,7 @@ from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema.hidden_layout import HiddenDtype
 from ..metadata.handoff.schema.kv_layout import DTYPE_BYTES, KvLayout, Shard
 from ..metadata.handoff.schema.schema import kv_layouts, on_gpu, page_bytes
+from ..metadata.logs import size_in_words
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
 from .attention.context import AttentionContext
@@ -490,7 +491,7 @@ def _on_gpu(layouts: Sequence[KvLayout], num_pages: int, device: torch.device, *
         return [pool_zeros(shape, torch.uint8, device) for shape in shapes]
     needed = num_pages * sum(layout.page_bytes for layout in layouts)
     free = torch.cuda.mem_get_info(device)[0]
-    has = f"{needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free"
+    has = f"{size_in_words(needed)}, and this GPU has {size_in_words(free)} free"
     if is_given:
         advice = f"use {num_pages * free // needed} pages or fewer, or leave out --num-pages"
         raise ConfigError(f"num_pages {num_pages} need {has}; {advice}")

@@ -167,3 +167,12 @@ class Throttle:
             self._next, self._num_left = now + self._interval_s, self._most
         self._num_left -= 1
         return self._num_left >= 0
+
+
+def size_in_words(num_bytes: float) -> str:
+    """Return "1.5 GB"."""
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.{0 if num_bytes >= 10 or unit == 'bytes' else 1}f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.1f} GB"

@@ -9,11 +9,11 @@ from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
 from ..metadata.wire.node_info import Role
 from .keys import read_keys
+from .nodes.prompt_role import LocalPrefill
 from .origins import Authority, allowed_hosts, allowed_origins, is_header, trusted_networks
-from .placement.prompt_placement import LocalPrefill
 from .reasoning_parsers.registry import REASONING_PARSERS
+from .tenants.fair_share import CacheScope
 from .tool_parsers.registry import TOOL_PARSERS
-from .waiting.fair_share import CacheScope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..metadata.errors import ConfigError
-from .waiting.fair_share import DEFAULT, Tenant
+from .tenants.fair_share import DEFAULT, Tenant
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.garbage import Garbage
 from .config import RouterConfig
+from .dispatching.runner import RunningDispatcher
 from .figures.export import TraceExport, configured_export
 from .figures.metrics import Metrics
 from .http.server.api import Api
 from .http.server.app import application, ops_application
 from .http.server.connection import KEEP_ALIVE_S, ClientErrorFilter, Connection, HttpListener
-from .runner import RunningDispatcher
 from .text.tokenizer import start_threads
 
 logger = logging.getLogger(__name__)

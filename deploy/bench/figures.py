@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ..simulation.figures import Slo, percentile
+from ..simulation.figures import Slo, goodput, percentile
 from .sender import Sender, SentRequest
 
 TIMES = ("ttft", "tpot", "itl", "gap", "latency")
@@ -158,6 +158,7 @@ def load_figures(sender: Sender, rate: float, repeat: int, slos: Sequence[Slo]) 
     """Return the figures of what a sender has sent."""
     ended = [each for each in sender.asked if each.reply.end_s]
     good = [each for each in ended if each.reply.error is None]
+    records = [each.reply.record for each in good]
     tokens = sum(each.reply.num_tokens for each in good)
     return LoadFigures(
         rate=rate,
@@ -175,7 +176,7 @@ def load_figures(sender: Sender, rate: float, repeat: int, slos: Sequence[Slo]) 
         tokens_per_s=tokens / sender.took_s,
         **_times(good),
         turns=list(_turns(good)),
-        goodput=[_goodput(slo, good, len(ended), sender.took_s) for slo in slos],
+        goodput=[Goodput(slo.ttft_ms, slo.tpot_ms, *goodput(slo, records, len(ended), sender.took_s)) for slo in slos],
         failures=list(_failures(ended)),
         client=ClientFigures(
             percentiles(each.late_s for each in sender.asked), percentiles(sender.stalls_s), sender.cpu_share
@@ -203,11 +204,6 @@ def _turns(good: Sequence[SentRequest]) -> Iterator[TurnFigures]:
         those = [each for each in good if each.turn == number]
         times = _times(those)
         yield TurnFigures(number, len(those), times["ttft"], times["tpot"])
-
-
-def _goodput(slo: Slo, good: Sequence[SentRequest], num_ended: int, took_s: float) -> Goodput:
-    num_kept = sum(slo.is_kept(each.reply.record) for each in good)
-    return Goodput(slo.ttft_ms, slo.tpot_ms, num_kept / took_s, num_kept / max(1, num_ended))
 
 
 def _failures(ended: Sequence[SentRequest]) -> Iterator[Failures]:

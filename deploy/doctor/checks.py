@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ...engine.config import MEMORY_SHARE
+from ...metadata.logs import size_in_words
 from ...metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .facts import Facts, Requirement, Tried
 from .finding import Finding
@@ -14,7 +15,7 @@ _PYTHON = (3, 11)
 _FEW_FILES, _TOO_FEW_FILES = 4096, 256
 _LITTLE_DISK, _TOO_LITTLE_DISK = 2 << 30, 100 << 20  # bytes; kernels, logs and measured figures take less
 _NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
-_GIB = 1 << 30
+_LEAST_FREE = 1 << 30  # bytes of memory
 _EXTRAS = {"": "every process", "node": "nodes"}  # whose packages these are
 
 
@@ -129,7 +130,7 @@ def _blind(facts: Facts, torch: Torch) -> Finding:
 def _gpu_memory(facts: Facts) -> Iterator[Finding]:
     busy = [each for each in facts.gpu.used if each.used_bytes > (1 - MEMORY_SHARE) * each.total_bytes]
     for each in busy:
-        what = f"GPU {each.bus}: {_gib(each.used_bytes)} of {_gib(each.total_bytes)} are in use"
+        what = f"GPU {each.bus}: {size_in_words(each.used_bytes)} of {size_in_words(each.total_bytes)} are in use"
         mend = f"End the other processes (`nvidia-smi` lists them), or lower --memory-share from {MEMORY_SHARE}."
         yield Finding("warning", what, mend)
     if facts.gpu.used and not busy:
@@ -173,15 +174,15 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     if not facts.has_sealed_memory:
         what = "the system gives no sealed memory (memfd), so nodes of one host send pages over sockets"
         yield Finding("warning", what, "Use Linux 5.1 or newer, and a container that allows memfd_create.")
-    free = f"{_gib(facts.free_memory)} are free"
-    if facts.free_memory < _GIB:
+    free = f"{size_in_words(facts.free_memory)} are free"
+    if facts.free_memory < _LEAST_FREE:
         yield Finding("error", free, "End other processes, or give the container more memory.")
     else:
         yield Finding("ok", free)
 
 
 def _shm(facts: Facts) -> Iterator[Finding]:
-    size = "missing" if facts.shm_bytes is None else _gib(facts.shm_bytes)
+    size = "missing" if facts.shm_bytes is None else size_in_words(facts.shm_bytes)
     yield Finding("ok", f"/dev/shm is {size}; Baton does not use it: pools are memfds, which count as memory")
 
 
@@ -251,7 +252,7 @@ def _caches(facts: Facts) -> Iterator[Finding]:
             continue
         is_whole = False
     if is_whole and facts.caches:
-        yield Finding("ok", f"writable, {_gib(min(each.free_bytes for each in facts.caches))} free")
+        yield Finding("ok", f"writable, {size_in_words(min(each.free_bytes for each in facts.caches))} free")
 
 
 def _proxies(facts: Facts) -> Iterator[Finding]:
@@ -276,10 +277,6 @@ def _router(facts: Facts) -> Iterator[Finding]:
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"
 
 
 CHECKS: dict[str, Callable[[Facts], Iterator[Finding]]] = {

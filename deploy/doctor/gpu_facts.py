@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from ...engine.gpus import LimitedRun, UsedMemory, device_files, read_memory, short_bus
 from ...metadata.errors import Unavailable
 
 _PROBE = Path(__file__).with_name("probe.py")
@@ -20,7 +18,6 @@ _NVIDIA = "0x10de"
 _DISPLAYS = "0x03"  # PCI class of graphics and of 3D controllers
 _DRIVER_S = 15.0
 _TORCH_S = 60.0  # the first import reads some gigabytes
-_MIB = 1 << 20
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,14 +56,6 @@ class Torch(ProbeAnswer, frozen=True, kw_only=True):
     words: str = ""
 
 
-class UsedMemory(msgspec.Struct, frozen=True):
-    """Memory of a GPU that is in use, as nvidia-smi tells."""
-
-    bus: str
-    used_bytes: int
-    total_bytes: int
-
-
 class DeviceFile(msgspec.Struct, frozen=True):
     """A file /dev/nvidia*, and whether this user may open it."""
 
@@ -100,29 +89,8 @@ class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.files or self.driver.gpus or self.used)
 
 
-class LimitedRun:
-    """A run of a program that answers a question. Nobody waits for it for longer than `limit_s`."""
-
-    def __init__(self, argv: list[str], limit_s: float) -> None:
-        """Start it. Raises OSError."""
-        self._limit_s = limit_s
-        self._process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-
-    def output(self) -> bytes:
-        """Return what it prints. Raises Unavailable if it hangs or fails."""
-        process = self._process
-        try:
-            output, _ = process.communicate(timeout=self._limit_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=1)  # a process that waits in a driver cannot be ended
-            raise Unavailable(f"no answer within {self._limit_s:g} s") from None
-        if process.returncode:
-            raise Unavailable(f"the process that asked ended with status {process.returncode}")
-        return output
+class ProbeRun(LimitedRun):
+    """A run of a program that prints an answer in JSON."""
 
     def answer(self, kind: type[_Answer]) -> _Answer:
         """Return the JSON that it prints last, as this type. What went wrong is the `failure` of the answer."""
@@ -136,14 +104,11 @@ def read_gpus(*, has_torch: bool) -> GpuFacts:
     """Read all facts about GPUs. Takes about as long as `import torch`."""
     of_torch = _probe("torch", _TORCH_S) if has_torch else None
     of_driver = _probe("driver", _DRIVER_S)
-    used = _used()
+    used = read_memory()
     driver = of_driver.answer(Driver)
     return GpuFacts(
         num_on_bus=sum(map(_is_gpu, _DEVICES.glob("*"))),
-        files=tuple(
-            DeviceFile(str(path), os.access(path, os.R_OK | os.W_OK))
-            for path in sorted(Path("/dev").glob("nvidia[0-9]*"))
-        ),
+        files=tuple(DeviceFile(str(path), os.access(path, os.R_OK | os.W_OK)) for path in device_files()),
         driver=driver,
         torch=of_torch.answer(Torch) if of_torch is not None else None,
         used=used,
@@ -152,35 +117,8 @@ def read_gpus(*, has_torch: bool) -> GpuFacts:
     )
 
 
-def _probe(what: str, limit_s: float) -> LimitedRun:
-    return LimitedRun([sys.executable, "-P", str(_PROBE), what], limit_s)
-
-
-def _used() -> tuple[UsedMemory, ...]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ()
-    query = [program, "--query-gpu=pci.bus_id,memory.used,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        return parse_used(LimitedRun(query, _DRIVER_S).output().decode("utf-8", "replace"))
-    except (OSError, Unavailable):
-        return ()
-
-
-def parse_used(text: str) -> tuple[UsedMemory, ...]:
-    """Return the rows of nvidia-smi's table. A row that it could not fill is left out."""
-    rows: list[UsedMemory] = []
-    for line in text.splitlines():
-        with suppress(ValueError):
-            bus, used, total = (word.strip() for word in line.split(","))
-            rows.append(UsedMemory(short_bus(bus), int(used) * _MIB, int(total) * _MIB))
-    return tuple(rows)
-
-
-def short_bus(bus: str) -> str:
-    """Return a PCI address as the driver and sysfs write it: nvidia-smi writes the domain with eight digits."""
-    domain, _, rest = bus.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+def _probe(what: str, limit_s: float) -> ProbeRun:
+    return ProbeRun([sys.executable, "-P", str(_PROBE), what], limit_s)
 
 
 def _is_gpu(device: Path) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...decode_node.config import DecodeConfig
 from ...prefill_node.config import PrefillConfig
-from ...router.placement.prompt_placement import GroupFacts, LocalPrefill
+from ...router.nodes.prompt_role import GroupFacts, LocalPrefill
 from .agenda import Agenda
 from .costs import Costs
 from .decode_node import SimulatedDecodeNode

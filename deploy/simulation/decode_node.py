@@ -20,8 +20,9 @@ from typing import Protocol
 from ...decode_node.chunk_length import ChunkBudget, ChunkRoom, ChunksAlone, PromptRate, PromptTokens, Queue
 from ...decode_node.round_clock import LEAST_AHEAD_S, SHARE_AHEAD, RoundSeconds
 from ...engine.pace.step_times import ChunkCosts
+from ...router.nodes.prompt_role import PromptTimes
 from ...router.placement.placement import DecodeFigures
-from ...router.placement.prompt_placement import LocalFigures, PromptTimes
+from ...router.placement.prompt_placement import LocalFigures
 from .agenda import Agenda
 from .costs import ChunkPart, Costs
 from .request import SLACK, SimulatedRequest

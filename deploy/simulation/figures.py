@@ -38,6 +38,12 @@ class Slo(NamedTuple):
         return record.ttft_s * 1e3 <= self.ttft_ms and record.tpot_s * 1e3 <= self.tpot_ms
 
 
+def goodput(slo: Slo, records: Sequence[Record], num_ended: int, seconds: float) -> tuple[float, float]:
+    """Return the good requests per second, and their share of all that ended."""
+    num_good = sum(map(slo.is_kept, records))
+    return num_good / seconds, num_good / max(1, num_ended)
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile of values that are sorted, interpolated linearly between neighbours."""
     at = (len(values) - 1) * percent / 100
@@ -54,7 +60,7 @@ def summary(records: Sequence[Record], seconds: float, slos: Sequence[Slo]) -> d
         values = sorted(column)
         row |= {f"{name}_ms_p{percent}": percentile(values, percent) * 1e3 for percent in (50, 90, 99)}
     for slo in slos:
-        num_good = sum(map(slo.is_kept, records))
-        row[f"goodput_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = num_good / seconds
-        row[f"good_share_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = num_good / max(1, len(records))
+        per_s, share = goodput(slo, records, len(records), seconds)
+        row[f"goodput_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = per_s
+        row[f"good_share_{slo.ttft_ms:g}_{slo.tpot_ms:g}"] = share
     return row

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from ...router.nodes.prompt_role import GroupFacts, handoff_estimate, place_prompt
 from ...router.placement.placement import choose_decode, choose_prefill
-from ...router.placement.prompt_placement import GroupFacts, choose_local, handoff_estimate, place_prompt, place_sooner
+from ...router.placement.prompt_placement import choose_local, place_sooner
 from .agenda import Agenda
 from .costs import Costs
 from .decode_node import SimulatedDecodeNode

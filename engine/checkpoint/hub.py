@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 from ...metadata.errors import BatonError, ConfigError, ModelError
+from ...metadata.logs import size_in_words
 from ..drafters.registry import DRAFTERS
 from .model_files import did_you_mean, path_of
 
@@ -238,13 +239,13 @@ def _download(snapshot: HubSnapshot, paths: Sequence[str], blobs: Path, say: Say
     here = {path: _size(_part(blobs, snapshot.files[path])) for path in paths}
     left = sum(sizes.values()) - sum(here.values())
     files = "1 file" if len(paths) == 1 else f"{len(paths)} files"
-    partly = f", {in_words(sum(here.values()))} of it is here already" if any(here.values()) else ""
-    say(f"downloading {snapshot.words}: {files}, {in_words(sum(sizes.values()))}{partly}, to {blobs.parent}")
+    partly = f", {size_in_words(sum(here.values()))} of it is here already" if any(here.values()) else ""
+    say(f"downloading {snapshot.words}: {files}, {size_in_words(sum(sizes.values()))}{partly}, to {blobs.parent}")
     free = shutil.disk_usage(blobs).free
     if free < left:
         raise ConfigError(
-            f"{snapshot.name} needs {in_words(left)} in {blobs.parent.parent}, which has {in_words(free)} free: make "
-            "room, or set HF_HOME to a directory on a larger disk"
+            f"{snapshot.name} needs {size_in_words(left)} in {blobs.parent.parent}, which has {size_in_words(free)} "
+            "free: make room, or set HF_HOME to a directory on a larger disk"
         )
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -375,16 +376,7 @@ class _Meter:
             now = time.monotonic()
             if not sys.stderr.isatty() and now - self._said_at >= _SAY_EVERY_S:
                 self._said_at = now
-                self._say(f"{self._name}: {in_words(self._done)} of {in_words(self._total)} are here")
-
-
-def in_words(num_bytes: float) -> str:
-    """Return "1.5 GB"."""
-    for unit in ("bytes", "kB", "MB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.{0 if num_bytes >= 10 or unit == 'bytes' else 1}f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.1f} GB"
+                self._say(f"{self._name}: {size_in_words(self._done)} of {size_in_words(self._total)} are here")
 
 
 def _status(error: Exception) -> int | None:

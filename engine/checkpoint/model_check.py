@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +9,14 @@ from typing import TypeVar
 
 from ...metadata.errors import ConfigError, ModelError
 from ...metadata.handoff.schema.kv_layout import DTYPE_BYTES
+from ...metadata.logs import size_in_words
 from ..config import EngineConfig
 from ..drafters.algorithm import find_drafter, settle
+from ..gpus import gpu_memory
 from ..ranks.shares import check_shares
 from ..state.host_memory import available_memory
 from . import hub
-from .hub import HubSnapshot, Say, in_words
+from .hub import HubSnapshot, Say
 from .model_config import ModelConfig
 from .model_files import check_directory, check_names, path_of, safetensors_files
 from .quantization import chosen
@@ -157,8 +157,8 @@ def check_memory(nodes: Sequence[tuple[EngineConfig, int]]) -> None:
             if of_rank > max(gpus):
                 name = hub.name_of(resolve_model(config.model))
                 raise ConfigError(
-                    f"the weights of {name} take {in_words(of_rank)} of each GPU, which has {in_words(max(gpus))}: "
-                    "divide the model among more GPUs with --tp"
+                    f"the weights of {name} take {size_in_words(of_rank)} of each GPU, which has "
+                    f"{size_in_words(max(gpus))}: divide the model among more GPUs with --tp"
                 )
         elif model.quantization is None and config.dtype in ("auto", "float32"):
             of_host += num_bytes * 4 // DTYPE_BYTES[model.checkpoint_dtype]
@@ -168,8 +168,8 @@ def check_memory(nodes: Sequence[tuple[EngineConfig, int]]) -> None:
     if of_host > has:
         count = "the node" if len(nodes) == 1 else f"{len(nodes)} nodes"
         raise ConfigError(
-            f"the weights take {in_words(of_host)} for {count} on the CPU, and {in_words(has)} of memory are free: "
-            "start fewer nodes (`--prefill 0 --decode 1` is one), or use a smaller model or a larger host"
+            f"the weights take {size_in_words(of_host)} for {count} on the CPU, and {size_in_words(has)} of memory are "
+            "free: start fewer nodes (`--prefill 0 --decode 1` is one), or use a smaller model or a larger host"
         )
 
 
@@ -182,21 +182,6 @@ def stored_size(config: EngineConfig) -> int:
     drafter = find_drafter(settle(config, model_dir), model_dir)
     places = {model_dir, model_dir if drafter is None else drafter}
     return sum(path.stat().st_size for place in places for path in safetensors_files(place))
-
-
-def gpu_memory() -> list[int]:
-    """Return the bytes of each GPU that nodes of this host may use; none if that cannot be told without torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible == "" or not list(Path("/dev").glob("nvidia[0-9]*")):
-        return []
-    argv = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(
-            argv if visible is None else [*argv, "-i", visible], capture_output=True, text=True, check=True, timeout=20
-        )
-        return [int(line) << 20 for line in said.stdout.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
 
 
 def longest_context(config: EngineConfig, model: ModelConfig) -> int:

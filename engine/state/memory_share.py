@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...metadata.errors import ConfigError, OutOfMemory
+from ...metadata.logs import size_in_words
 from ..config import MEMORY_SHARE, SHARING, EngineConfig
 from ..engine import Engine
 from .host_memory import available_memory
@@ -22,7 +23,6 @@ from .host_memory import available_memory
 logger = logging.getLogger(__name__)
 
 RESERVE = 1 << 30  # bytes that torch does not count: the driver's context, code, and nodes of graphs
-_GIB = 1 << 30
 
 
 class Memory(NamedTuple):
@@ -59,8 +59,8 @@ def num_pages(memory: Memory, share: float, bytes_per_page: int) -> int:
 
 def _refusal(memory: Memory, share: float, bytes_of_pages: int, spared: int, *, is_share_least: bool) -> str:
     """Return why not even the fewest pages fit, and what to do. `spared`: bytes that are left to other processes."""
-    words = f"no page of KV fits: weights, graphs and working memory take {memory.peak / _GIB:.1f} GiB, and "
-    reserve, total = f"{RESERVE / _GIB:.0f} GiB are kept in reserve", f"{memory.total / _GIB:.1f} GiB"
+    words = f"no page of KV fits: weights, graphs and working memory take {size_in_words(memory.peak)}, and "
+    reserve, total = f"{size_in_words(RESERVE)} are kept in reserve", size_in_words(memory.total)
     needed = memory.peak + RESERVE + bytes_of_pages
     if needed > memory.total:
         return (
@@ -69,13 +69,13 @@ def _refusal(memory: Memory, share: float, bytes_of_pages: int, spared: int, *, 
         )
     if is_share_least:
         return (
-            f"{words}{reserve}, but memory_share {share:.2f} of this GPU is {share * memory.total / _GIB:.1f} GiB; use "
+            f"{words}{reserve}, but memory_share {share:.2f} of this GPU is {size_in_words(share * memory.total)}; use "
             f"--memory-share {min(1.0, needed / memory.total + 0.01):.2f} or more, or smaller --chunk-tokens"
         )
     others = memory.total - memory.free - memory.held
     return (
-        f"{words}{spared / _GIB:.1f} GiB are left to others, but other processes and the driver hold "
-        f"{others / _GIB:.1f} of {total} of this GPU; {SHARING}"
+        f"{words}{size_in_words(spared)} are left to others, but other processes and the driver hold "
+        f"{size_in_words(others)} of the {total} of this GPU; {SHARING}"
     )
 
 
@@ -90,9 +90,9 @@ def memory_to_start() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, OutOfMemory):
-        free, total = (each / _GIB for each in torch.cuda.mem_get_info())
+        free, total = map(size_in_words, torch.cuda.mem_get_info())
         raise ConfigError(
-            f"the GPU ran out of memory before the node could serve: {free:.1f} of {total:.1f} GiB are free; lower "
+            f"the GPU ran out of memory before the node could serve: {free} of {total} are free; lower "
             f"chunk_tokens or max_running (or num_pages if it is given), or {SHARING}"
         ) from None
 
@@ -114,10 +114,7 @@ def fit_pools(engine: Engine, config: EngineConfig, rehearse: Callable[[Engine],
     engine.resize(num_pages(memory, config.share, engine.page_bytes))
     torch.cuda.empty_cache()  # graphs of the rehearsal are gone now
     logger.info(
-        "%.1f of %.1f GiB: %.1f for weights, graphs and working memory, %.1f for KV of %d tokens",
-        (peak + engine.pool_bytes) / _GIB,
-        total / _GIB,
-        peak / _GIB,
-        engine.pool_bytes / _GIB,
+        "%s of %s: %s for weights, graphs and working memory, %s for KV of %d tokens",
+        *map(size_in_words, (peak + engine.pool_bytes, total, peak, engine.pool_bytes)),
         engine.pool.num_usable * engine.pool.page_size,
     )

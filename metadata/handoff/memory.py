@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import ConfigError, TransferError
+from ..logs import size_in_words
 from ..wire.node_info import HostMemory
 from .ranks.shards import PagePart
 from .schema.kv_layout import KvLayout
@@ -81,7 +82,7 @@ class PageMemory:
             self._map.close()
 
     def _map_memory(self) -> mmap.mmap:
-        words = f"{self.num_pages} pages need {self.size / 2**30:.1f} GiB"
+        words = f"{self.num_pages} pages need {size_in_words(self.size)}"
         if self.size > _total_memory():
             raise ConfigError(f"{words}, more than this machine has; use fewer --num-pages")
         try:

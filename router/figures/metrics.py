@@ -25,12 +25,12 @@ from prometheus_client.samples import Sample
 from ...metadata.version import package_version
 from ...metadata.wire.messages import Admitted, PrefillDone
 from ..nodes.node import Node
+from ..nodes.prompt_role import PromptPlace
 from ..nodes.registry import Registry
-from ..placement.prompt_placement import PromptPlace
 from ..requests.request import Request
 from ..requests.request import Sequence as Output
-from ..waiting.fair_share import DEFAULT
-from ..waiting.queue import Queues
+from ..tenants.fair_share import DEFAULT
+from ..waiting.admission import Queues
 from .other_names import VLLM, OtherNames, old_names
 from .service_figures import ServiceFigures, TenantFigures
 

@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 from ..nodes.node import Node
 from ..nodes.registry import Registry
 from ..requests.request import Request
-from ..waiting.fair_share import DEFAULT
-from ..waiting.queue import Queues
+from ..tenants.fair_share import DEFAULT
+from ..waiting.admission import Queues
 
 MAX_TENANTS = 200  # that have series of their own
 OTHER = "other"  # the label of all further ones

@@ -17,7 +17,9 @@ from ...metadata.wire.membership import IDLE, Heartbeat, Hello
 from ...metadata.wire.messages import Compute
 from ...metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
 from ...metadata.wire.protocol import PROTOCOL_MIN, Message, agreed
-from ..placement.prompt_placement import (
+from ..text.chat_template import ChatTemplate
+from ..text.tokenizer import TextTokenizer
+from .prompt_role import (
     LOST_S,
     EstimateError,
     GroupFacts,
@@ -28,8 +30,6 @@ from ..placement.prompt_placement import (
     patience_s,
     place_prompt,
 )
-from ..text.chat_template import ChatTemplate
-from ..text.tokenizer import TextTokenizer
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 FLIGHT_S = 0.02  # a report may have been made this long before it came, without the prompts sent since

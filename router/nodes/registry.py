@@ -33,12 +33,12 @@ from ...metadata.wire.messages import ToNode
 from ...metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
 from ...metadata.wire.request import MAX_TEXT
 from ..errors import Conflict, NotFound
-from ..placement.prompt_placement import LocalPrefill
 from ..text.tokenizer import TextTokenizer
 from .availability import drain_words
 from .mismatch import incompatible_nodes, missing_partner, refusal
 from .node import GroupKey, Node, NodeGroup
 from .node_history import LOSS_WORDS, Loss, NodeHistories
+from .prompt_role import LocalPrefill
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from ..nodes.node import Node, NodeGroup, Role
+from ..nodes.prompt_role import PromptPlace
 from ..requests.request import Sequence as Output
 from ..requests.request import page_hashes
 from ..waiting.queue import Entry
@@ -27,7 +28,6 @@ from .affinity import PrefixAffinity, SessionAffinity
 from .prompt_placement import (
     SESSION_SLACK,
     LocalFigures,
-    PromptPlace,
     RemoteFigures,
     choose_local,
     load_reason,

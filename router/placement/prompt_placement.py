@@ -1,9 +1,8 @@
-"""Prompt placement decides who computes the prompt of a request: a prefill node (remote) or the decode node (local).
+"""Prompt placement compares the nodes that could compute the prompt of a request, if either role may.
 
-Both decisions are pure functions. `place_prompt` follows the router's setting `local_prefill` and the facts of a group.
-If the setting is auto and both roles could compute the prompt, `place_sooner` compares the times to the first two
-tokens of the output: a client waits for the first one, and from the second one on it sees a stream flow. A handoff lies
-between them. `baton explain` shows the reason, and `/metrics` counts it.
+`place_sooner` is a pure function. It compares the times to the first two tokens of the output: a client waits for the
+first one, and from the second one on it sees a stream flow. A handoff lies between them. nodes/prompt_role.py decides
+when one role must compute the prompts of a group. `baton explain` shows the reason, and `/metrics` counts it.
 
 The functions `..._reason` say in words why a node was chosen, from the figures that were compared. They return "" if
 there was only one node to choose from.
@@ -11,117 +10,14 @@ there was only one node to choose from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from ...metadata.estimate import Estimate, Fading
+from ..nodes.prompt_role import PromptPlace, PromptTimes, in_ms
 
-LocalPrefill = Literal["never", "auto", "always"]  # the values of --local-prefill
-Where = Literal["remote", "local"]
-Reason = Literal[
-    "never",
-    "always",
-    "no prefill node",
-    "no able decode node",
-    # of `place_sooner`
-    "sooner",  # the other role would bring the first two tokens later
-    "streams would wait",  # a decode node would bring it sooner, at the cost of its streams
-    "no room in the gap bound",
-    "decode nodes full",
-    "no ready decode node",
-    "prefill nodes full",
-    "no ready pair",
-    "not measured",
-]
-
-LOST_S = 1.0  # without a prefill node or a working handoff, after a group has had one, until decode nodes compute
 BUSY_STREAMS = 160  # on a node with so many, one second of waiting of a stream costs one second (`stall_s`)
 SESSION_SLACK = 0.1  # of its places: so much fuller may the decode node of a session be
-_ERROR_BOUNDS, _ERROR_HALF_LIFE_S = (0.5, 4.0), 20.0
 LOAD_ROUNDS = 4  # of delay that count for each sequence that a decode node has more than the least loaded one
-
-
-class PromptPlace(NamedTuple):
-    """The role that computes a prompt, and the reason. The times are estimates of `two_tokens_s`, None if the reason
-    does not need them. `error`: the factor in that of this role."""
-
-    where: Where
-    reason: Reason
-    remote_s: float | None = None
-    local_s: float | None = None
-    error: float = 1.0
-
-    @property
-    def expected_s(self) -> float | None:
-        """The estimate of this role without the factor."""
-        expected_s = self.remote_s if self.where == "remote" else self.local_s
-        return None if expected_s is None else expected_s / self.error
-
-    @property
-    def words(self) -> str:
-        """The reason as `baton explain` shows it; "" if nothing else was possible."""
-        match self.reason:
-            case "never":
-                return ""
-            case "always":
-                return "the router has --local-prefill always"
-            case "no prefill node":
-                return "no prefill node is here"
-            case "no able decode node":
-                return "not every decode node here computes prompts"
-            case "sooner":
-                other, own_s, other_s = "a decode node", self.remote_s, self.local_s
-                if self.where == "local":
-                    other, own_s, other_s = "a prefill node", self.local_s, self.remote_s
-                return f"the first two tokens come sooner: on average in {_ms(own_s)}, by {other} in {_ms(other_s)}"
-            case "streams would wait":
-                local = f"a decode node would bring the first two tokens sooner (on average in {_ms(self.local_s)}"
-                return f"{local}, by a prefill node in {_ms(self.remote_s)}), but its streams would wait too long"
-            case "no room in the gap bound":
-                return "beside its streams no decode node has room for a prompt within --max-gap-ms"
-            case "decode nodes full":
-                return "no decode node has room for the sequence now"
-            case "no ready decode node":
-                return "no decode node is ready to compute this prompt"
-            case "prefill nodes full":
-                return "no prefill node takes the prompt now"
-            case "no ready pair":
-                return "no pair of a prefill and a decode node is ready"
-            case "not measured":
-                return "the times of prompts are not measured yet"
-
-    @property
-    def clause(self) -> str:
-        """The role and the reason, as the span of a prompt shows them; "" if nothing else was possible."""
-        return self.words and f"{self.where}, since {self.words}"
-
-
-class GroupFacts(NamedTuple):
-    """Facts about a group of nodes on which the placement of its prompts depends."""
-
-    mode: LocalPrefill = "never"
-    lacks_prefill: bool = False  # no prefill node has been there for a while
-    decodes_compute: bool = False  # decode nodes are here, and all of them can compute prompts
-    lacks_handoff: bool = False  # for a while, every pair of nodes has failed to hand pages over
-
-
-class PromptTimes(NamedTuple):
-    """Measured seconds of prompts on a node under its present load."""
-
-    token_s: float = 0.0  # per token; 0: unknown
-    fixed_s: float = 0.0  # per prompt, besides its tokens
-    num_paced: int = 0  # tokens that `token_s` holds for, if more than these wait; 0: for all
-    rest_token_s: float = 0.0  # per token beyond them
-
-    @property
-    def are_known(self) -> bool:
-        return self.token_s > 0
-
-    def seconds(self, num_tokens: int) -> float:
-        """Return the seconds until this many tokens are computed, those of earlier prompts included."""
-        num_rest = max(0, num_tokens - self.num_paced) if self.num_paced else 0
-        return self.fixed_s + (num_tokens - num_rest) * self.token_s + num_rest * self.rest_token_s
 
 
 class RemoteFigures(NamedTuple):
@@ -205,53 +101,12 @@ class LocalFigures(NamedTuple):
         return self.num_running / BUSY_STREAMS * waiting_s
 
 
-def handoff_estimate() -> Estimate:
-    """Return an estimate of the seconds from a prompt's end to the second token of its output, without one round. It is
-    the median of the last handoffs, since a single one depends on where in a round its last page comes."""
-    return Estimate(num_kept=15, quantile=0.5)
-
-
-class EstimateError:
-    """The factor by which estimates of a role must be multiplied to be right on average.
-
-    Chunks take longer than a node expects if streams come meanwhile, and a router learns the load of a node late. While
-    no answer comes, a factor above 1 goes back to 1, so a role that gets no prompts is tried again after some time."""
-
-    def __init__(self) -> None:
-        self._log = Estimate(0.0, memory=4, weight=3, fading=Fading(0.0, 0.0, _ERROR_HALF_LIFE_S))
-
-    def factor(self, now: float) -> float:
-        """Return the factor at a time (monotonic seconds)."""
-        return math.exp(self._log.at(now))
-
-    def observe(self, expected_s: float, actual_s: float, now: float) -> None:
-        """The first two tokens came after `actual_s` on average; `expected_s` was the estimate without any factor. Many
-        answers may come for prompts that were placed before the first of them: each says the same."""
-        if expected_s > 0:
-            least, most = _ERROR_BOUNDS
-            self._log.observe(math.log(min(most, max(least, actual_s / expected_s))), now)
-
-
 class SoonerPlace(NamedTuple):
     """The choice of `place_sooner`. `node_index`: of the node that computes the prompt, in its role's list; None if no
     node takes it now."""
 
     place: PromptPlace
     node_index: int | None
-
-
-def place_prompt(facts: GroupFacts) -> PromptPlace | None:
-    """Return the role that computes a prompt, None if both roles may and `place_sooner` compares them."""
-    must_compute = facts.lacks_prefill or facts.lacks_handoff
-    if facts.mode == "never" and not must_compute:
-        return PromptPlace("remote", "never")
-    if not facts.decodes_compute:
-        return PromptPlace("remote", "no able decode node")
-    if facts.mode == "auto" and not must_compute:
-        return None
-    if facts.lacks_prefill:
-        return PromptPlace("local", "no prefill node")
-    return PromptPlace("local", "no ready pair" if facts.lacks_handoff else "always")
 
 
 def place_sooner(remotes: Sequence[RemoteFigures], locals_: Sequence[LocalFigures]) -> SoonerPlace:
@@ -315,11 +170,10 @@ def remote_reason(figures: Sequence[RemoteFigures], index: int) -> str:
         tried = ", and its times are not measured yet" if is_untried else ""
         return tokens_reason(chosen.num_tokens, [each.num_tokens for each in others]) + tried
     own_s, next_s = chosen.two_tokens_s, min(each.two_tokens_s for each in others)
-    own = f"{_ms(own_s)} with {chosen.num_tokens:,} tokens to compute"
+    own = f"{in_ms(own_s)} with {chosen.num_tokens:,} tokens to compute"
     if own_s < next_s:
-        return (
-            f"of {len(figures)} prefill nodes it brings the first two tokens first: in {own}, the next in {_ms(next_s)}"
-        )
+        words = f"of {len(figures)} prefill nodes it brings the first two tokens first"
+        return f"{words}: in {own}, the next in {in_ms(next_s)}"
     return f"none of {len(figures)} prefill nodes brings the first two tokens sooner: in {own}"
 
 
@@ -374,11 +228,11 @@ def local_reason(figures: Sequence[LocalFigures], index: int) -> str:
     if chosen.cost_s >= least_s:
         return load_reason(chosen, [each for each in peers if each.cost_s == least_s])
     own_s = chosen.two_tokens_s + chosen.load_s
-    load = f"{_ms(chosen.load_s)} for its {chosen.num_running} running"
-    cost = f"{_ms(chosen.two_tokens_s)} to the first two tokens and {load}"
+    load = f"{in_ms(chosen.load_s)} for its {chosen.num_running} running"
+    cost = f"{in_ms(chosen.two_tokens_s)} to the first two tokens and {load}"
     if own_s >= least_s:
-        return f"the session stays with its decode node: {cost}, elsewhere at least {_ms(least_s)} in all"
-    return f"of {len(peers) + 1} decode nodes it costs least: {cost}, elsewhere at least {_ms(least_s)} in all"
+        return f"the session stays with its decode node: {cost}, elsewhere at least {in_ms(least_s)} in all"
+    return f"of {len(peers) + 1} decode nodes it costs least: {cost}, elsewhere at least {in_ms(least_s)} in all"
 
 
 class Loaded(Protocol):
@@ -409,14 +263,3 @@ def load_reason(chosen: Loaded, others: Sequence[Loaded]) -> str:
 
 def _load(node: Loaded) -> float:
     return node.num_running / node.max_running
-
-
-def patience_s(node_wait_s: float, *, had_prefill: bool) -> float:
-    """Return how long a group is without a prefill node before decode nodes compute its prompts, although the setting
-    is never or auto. Requests wait for `node_wait_s` before they end with an error. A group that never had a prefill
-    node may be starting, so it waits longer."""
-    return min(LOST_S, node_wait_s / 2) if had_prefill else node_wait_s / 2
-
-
-def _ms(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{1000 * seconds:.1f} ms"

@@ -33,10 +33,10 @@ from ...metadata.wire.request import (
     pack_ids,
 )
 from ..nodes.node import Node, NodeGroup
-from ..placement.prompt_placement import PromptPlace
+from ..nodes.prompt_role import PromptPlace
+from ..tenants.fair_share import DEFAULT, UNSHARED, Share, Tenant
 from ..text.detokenizer import CONTEXT, StopStrings, TokenBytes, make_detokenizer, skipped_ids
 from ..text.tokenizer import TextTokenizer
-from ..waiting.fair_share import DEFAULT, UNSHARED, Share, Tenant
 from .trace import TraceRecorder
 
 PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node

@@ -40,6 +40,13 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-(?P<trace_id>(?!0{32})[0-9a-f]{32})-[0-9
 CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 MAX_CONTEXT_HEADER = 512  # characters; longer headers are dropped
 
+_WAYS = {  # by the name of the transport
+    "local": "through shared memory",
+    "cuda": "from GPU to GPU",
+    "zmq": "over the network",
+    "ranks": "between the ranks of both nodes",
+}
+
 Outcome = Literal["live", "done", "failed", "cancelled"]
 Stage = Literal["queue", "reserve", "prefill", "local prefill", "handoff", "decode", "paused", "finish"]
 
@@ -64,6 +71,7 @@ class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field 
     moving_s: float = 0.0  # pull: time with pages under way, including the time that prefill overlaps
     gb_per_s: float = 0.0  # pull: num_bytes per moving_s
     pull_times: PullTimes = PullTimes()
+    way: str = ""  # pull: how the pages travelled, in words
     num_steps: int = 0  # decode: rounds
     num_drafted: int = 0  # decode
     num_accepted: int = 0  # decode
@@ -411,6 +419,7 @@ def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> lis
             offer.node, offer.num_tokens = before.node, span.num_tokens
             pull.num_pages, pull.num_bytes, pull.had_pages = report.num_pages, report.num_bytes, report.num_cached_pages
             pull.moving_s, pull.pull_times = round(moving_s, 6), times
+            pull.way = _WAYS.get(times.transport, "")
             pull.gb_per_s = round(report.num_bytes / moving_s / 1e9, 3) if moving_s > 0 else 0.0
         case Ended(num_steps=num_steps, num_drafted=num_drafted, num_accepted=num_accepted):
             last = structs.replace(span, num_steps=num_steps, num_drafted=num_drafted, num_accepted=num_accepted)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 
 from ...metadata.estimate import Estimate
-from .fair_share import DEFAULT
+from ..tenants.fair_share import DEFAULT
 
 MAX_RETRY_S = 60.0  # no client is told to come back later than that
 NUM_SPREADS = 2  # a request that takes so many spreads longer than the mean is an exception

@@ -213,7 +213,7 @@ def test_short_parts_before_decode_are_drawn_a_second_time_enlarged(visit: Visit
     parts = [
         {"name": "dispatch", "start_s": 0.0, "seconds": 0.01},
         {"name": "prefill", "start_s": 0.01, "seconds": 0.02},
-        {"name": "pull", "start_s": 0.03, "seconds": 0.01, "pull_times": {"transport": "local"}, **pull},
+        {"name": "pull", "start_s": 0.03, "seconds": 0.01, "way": "through shared memory", **pull},
         {"name": "decode", "start_s": 0.04, "seconds": 3.96},
     ]
     with StandIn(snapshot(PAIR, [])) as stand_in:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from baton.router.placement.prompt_placement import PromptPlace
+from baton.router.nodes.prompt_role import PromptPlace
 from baton.router.waiting.queue import Entry
 
 Place = Literal["remote", "local", "mixed"]  # who computes the prompts; mixed: drawn for each

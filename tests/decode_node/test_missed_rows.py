@@ -17,8 +17,8 @@ from node_pair import NodePair, node_pairs, params
 from solo import gather
 from thinned import thinned
 
-from baton.decode_node import node, scheduler, sequence
-from baton.decode_node.scheduler import DecodeScheduler
+from baton.decode_node import scheduler, sequence
+from baton.decode_node.sequence_pages import SequencePages
 from baton.engine.pace.step_times import StepTimes
 from baton.engine.rounds import rounds, slots
 
@@ -47,7 +47,7 @@ def make_pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path], 
     """`make_pair(name, model)`: an adaptive pair with a drafter of that kind. The test chooses its draft lengths."""
     for module in (slots, rounds, sequence, scheduler):
         monkeypatch.setattr(module, "MAX_MISSED", MAX_MISSED)
-    monkeypatch.setattr(node.StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
+    monkeypatch.setattr(StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
 
     with node_pairs() as start:
 
@@ -244,14 +244,14 @@ def test_caching_pages_with_holes_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The defect: full pages go to the cache as soon as the target's KV is computed."""
-    cache_pages = DecodeScheduler._cache_pages
+    cache_pages = SequencePages.share
 
-    def forgetful(self: DecodeScheduler, sequence: Any, *args: Any, **more: Any) -> None:
+    def forgetful(self: SequencePages, sequence: Any, *args: Any, **more: Any) -> None:
         num_missed, sequence.num_missed = sequence.num_missed, 0
         cache_pages(self, sequence, *args, **more)
         sequence.num_missed = num_missed
 
-    monkeypatch.setattr(DecodeScheduler, "_cache_pages", forgetful)
+    monkeypatch.setattr(SequencePages, "share", forgetful)
     num_cached_pages, difference = find_holes(pair_with_holes(name, plain, make_pair, tmp_path), 2)
     assert num_cached_pages > 4 and difference > 0.01, (num_cached_pages, difference)
 

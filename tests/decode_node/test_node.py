@@ -13,7 +13,6 @@ import torch
 from matrix import coach, force_steps, rounds_paused
 from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params, replace
 
-from baton.decode_node import node
 from baton.engine.pace.step_times import StepTimes
 from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.metadata.handoff import client
@@ -28,7 +27,7 @@ SETTINGS = {"page_size": 4, "max_running": 3, "speculative": "ngram", "draft_ste
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path]) -> Iterator[NodePair]:
     """An adaptive pair with the n-gram drafter, which drafts in every round."""
-    monkeypatch.setattr(node.StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
+    monkeypatch.setattr(StepTimes, "measure", lambda *_: StepTimes({(1, 0): 1.0, (1, 1): 1.0}))
     with closing(NodePair(checkpoint("llama"), prefill=SETTINGS, decode=SETTINGS, is_adaptive=True)) as pair:
         force_steps(pair, lambda _: 3)
         yield pair
@@ -36,7 +35,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path]) -> It
 
 
 def test_a_sequence_does_not_inherit_the_acceptance_of_the_slot_it_gets(pair: NodePair) -> None:
-    chooser, results = pair.decode.chooser, pair.results
+    chooser, results = pair.decode.pacing.chooser, pair.results
     assert chooser is not None
     wants = params(24, temperature=1.0, seed=3)
     pair.submit("plain", PROMPT, replace(wants, draft_steps=0))

@@ -148,7 +148,7 @@ def test_finished_sequences_leave_full_pages_to_the_next_one(
     scheduler = make_scheduler(on_finish=finished.append)
     first = start(scheduler, make_sequence("r", 10))
     scheduler.finish(first)
-    assert finished == [first] and scheduler.num_releases == 1
+    assert finished == [first] and scheduler.pages.num_releases == 1
     second = make_sequence("r", 10)
     assert scheduler.reserve(second)
     assert second.lease is not None and len(second.lease.pages) == 2

@@ -22,7 +22,7 @@ SPANS = [
     Span("prefill", 0.25, 0.5, "p0", 0, num_prompt=612, num_cached=16, prefill_times=PrefillTimes(
         0.0, 2, 5, (ChunkTimes(1, 512, 0.0, 0.25), ChunkTimes(4, 100, 0.125, 0.125)))),
     Span("pull", 0.75, 0.0, "d0", 0, num_pages=3, num_bytes=3_000_000, had_pages=1, moving_s=0.01, gb_per_s=0.3,
-         pull_times=PullTimes("local", 0.0, 0.0, 2)),
+         pull_times=PullTimes("local", 0.0, 0.0, 2), way="through shared memory"),
     Span("decode", 0.75, 0.25, "d0", 0, num_tokens=1, num_steps=1),
     Span("queue", 1.0, 0.5, reason="decode node d0: its connection closed"),
     Span("decode", 1.5, 0.5, "d1", 1, num_tokens=20, num_steps=8, num_drafted=40, num_accepted=12),
@@ -100,7 +100,12 @@ def test_a_trace_for_people(server: Server, explain: Explain) -> None:
     assert "moved: decode node d0: its connection closed" in rows["queue"]
     assert "decode was full 2 times" in text
     assert "p0, 612 tokens, 16 more were cached; 2 offers, 5 pages before the last chunk" in rows["prefill"]
-    for words in ("3 pages, 3.0 MB at 0.3 GB/s over local", "1 more were cached", "2 pulled again", "10.0 ms on their"):
+    for words in (
+        "3 pages, 3.0 MB at 0.3 GB/s through shared memory",
+        "1 more were cached",
+        "2 pulled again",
+        "10.0 ms on their",
+    ):
         assert words in rows["pull"]
     assert "d1, attempt 2, 20 tokens in 8 rounds, 12 of 40 drafts accepted" in rows["decode"]
     assert rows["chunk"].split()[:3] == ["chunk", "1", "250.0"]

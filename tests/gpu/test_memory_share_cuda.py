@@ -64,5 +64,5 @@ def test_pages_beyond_the_device_are_refused(checkpoint: Callable[..., Path]) ->
     model = str(checkpoint("llama"))
     page_bytes = Engine(EngineConfig(model=model, device="cuda", num_pages=3)).pool_bytes // 3
     too_many = int(1.2 * free) // page_bytes
-    with pytest.raises(ConfigError, match=r"num_pages \d+ need .* GiB free; use \d+ pages or fewer|\d+ pages need"):
+    with pytest.raises(ConfigError, match=r"num_pages \d+ need .* [GM]B free; use \d+ pages or fewer|\d+ pages need"):
         Engine(EngineConfig(model=model, device="cuda", num_pages=too_many))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from baton.metadata.config import ProcessConfig
-from baton.metadata.logs import Throttle, setup_logging
+from baton.metadata.logs import Throttle, setup_logging, size_in_words
 
 logger = logging.getLogger("baton.test")
 Lines = Callable[..., list[str]]
@@ -146,3 +146,8 @@ def test_events_are_allowed_several_times_per_interval_from_the_first_on() -> No
     assert [throttle.is_due(), throttle.is_due()] == [True, False]
     clock.now += 0.5
     assert [throttle.is_due(), throttle.is_due(), throttle.is_due()] == [True, True, False]
+
+
+def test_sizes_are_rounded_to_the_unit_that_fits() -> None:
+    sizes = [size_in_words(each) for each in (7, 1234, 45_678, 999_600_000, 1.5e9)]
+    assert sizes == ["7 bytes", "1.2 kB", "46 kB", "1.0 GB", "1.5 GB"]

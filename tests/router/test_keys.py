@@ -9,7 +9,7 @@ import pytest
 
 from baton.metadata.errors import ConfigError
 from baton.router.keys import MAX_BYTES, ApiKey, KeysFile, parse_keys
-from baton.router.waiting.fair_share import DEFAULT, Tenant
+from baton.router.tenants.fair_share import DEFAULT, Tenant
 
 TEXT = """# ours
 k1            # rack 7

@@ -20,7 +20,7 @@ from baton.router.config import RouterConfig
 from baton.router.main import run
 
 from .conftest import RunningRouter, System
-from .test_runner import stream_events
+from .dispatching.test_runner import stream_events
 
 START = (
     "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stderr);"

@@ -24,7 +24,7 @@ from msgspec import inspect
 
 from ....metadata.errors import BatonError, Overloaded, RequestError
 from ....metadata.wire.request import MAX_CONTEXT
-from ...fair_turns import ASKER, FairTurns
+from ...tenants.fair_turns import ASKER, FairTurns
 from ..server.connection import INTERIM, reason_of
 from ..server.errors import HttpRefusal, from_malformed, from_validation
 from .fields import check_served, decoder_of

@@ -21,8 +21,8 @@ from msgspec import Struct
 from ....metadata.errors import BatonError, RequestError, Unavailable
 from ....metadata.wire.node_info import ModelCard
 from ....metadata.wire.request import ids_column, pack_ids, unpack_ids
-from ...fair_turns import FairTurns
 from ...nodes.node import NodeGroup
+from ...tenants.fair_turns import FairTurns
 from ...text.chat_template import ChatTemplate
 from ...text.side_process import SideProcess, serve
 from ...text.tokenizer import TextTokenizer

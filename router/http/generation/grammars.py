@@ -24,10 +24,10 @@ import xxhash
 from msgspec import Raw
 
 from ....metadata.errors import RequestError, Unavailable
-from ...fair_turns import FairTurns
 from ...nodes.node import NodeGroup
 from ...reasoning_parsers.base import ReasoningParser, ThoughtBudget
 from ...requests.request import GRAMMAR_PROTOCOL
+from ...tenants.fair_turns import FairTurns
 from ...text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, schema_of
 from ...text.grammar_process import GrammarProcess, LoadTokenizer
 from ...text.json_schema import SchemaFault, checked_whitespace

@@ -29,7 +29,7 @@ from ...errors import outcome_of
 from ...nodes.node import NodeGroup
 from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
-from ...waiting.queue import Asked
+from ...waiting.admission import Asked
 from ..server.access import CALLER, Caller, session_id
 from ..server.api import ARRIVED, Api, json_response, request_id
 from .answers import AnswerFormat, StreamedAnswer, WholeAnswer

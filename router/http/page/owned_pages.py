@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from ....metadata.wire.node_info import PoolLedger
-from ...runner import RunningDispatcher
+from ...dispatching.runner import RunningDispatcher
 from .types import OwnedPages
 
 PERIOD_S = 2.0  # between two questions

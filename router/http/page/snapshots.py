@@ -15,12 +15,12 @@ from msgspec import structs
 
 from ....metadata.version import package_version
 from ....metadata.wire.node_info import NodeStats
+from ...dispatching.runner import RunningDispatcher
 from ...figures.metrics import INTERVAL_S, LATENCY_S, Metrics
 from ...nodes.node import Node, NodeGroup
 from ...nodes.node_history import LOSS_WORDS, NodeHistory
 from ...requests.request import Request, Sequence
 from ...requests.trace import Span
-from ...runner import RunningDispatcher
 from .owned_pages import NodePages
 from .reasons import GroupQueue, PairStanding, Standing, group_queue, node_standing, pair_standing, why_waits
 from .types import (

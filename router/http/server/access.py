@@ -37,7 +37,7 @@ from ...config import RouterConfig
 from ...errors import Forbidden, Unauthorized
 from ...keys import MAX_NAME, ApiKey, KeysFile, digest_of, is_name
 from ...origins import Network, is_trusted, trusted_networks
-from ...waiting.fair_share import DEFAULT, CacheScope, Tenant
+from ...tenants.fair_share import DEFAULT, CacheScope, Tenant
 from ...waiting.pace import MEMORY
 
 

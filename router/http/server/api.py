@@ -20,12 +20,12 @@ from ....metadata.bus.descriptors import Descriptors
 from ....metadata.errors import RequestError, Unavailable
 from ....metadata.wire.node_info import Role
 from ...config import RouterConfig
+from ...dispatching.runner import RunningDispatcher
 from ...errors import NotFound
 from ...figures.metrics import Metrics
 from ...nodes.availability import Expected, no_node
 from ...nodes.node import ROLES, NodeGroup
 from ...requests.request import Request
-from ...runner import RunningDispatcher
 from ...text.tokenizer import TextTokenizer
 from ..bodies.bodies import BODY_SIZE, Bodies, decoded_mended, decoded_strictly, most_plain, quick_size, takes_ids
 from ..bodies.fields import check_served

@@ -12,8 +12,8 @@ from aiohttp import web
 from ....metadata.errors import BatonError, Overloaded, RequestError
 from ....metadata.logs import Throttle
 from ...errors import NotFound
-from ...fair_turns import ASKER
 from ...origins import Authority, is_loopback, trusted_networks
+from ...tenants.fair_turns import ASKER
 from ..bodies.bodies import expected, too_large
 from ..bodies.fields import sent_type
 from .access import CALLER, IS_OPERATOR, Caller, KeyLevel, client_address, label_of, share_of

@@ -25,7 +25,7 @@ def timed(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> It
 
 def test_a_pair_drafts_as_its_kind_says(timed: tuple[str, TimedPair]) -> None:
     kind, pair = timed
-    assert (pair.decode.chooser is not None) == (kind == "adaptive")
+    assert (pair.decode.pacing.chooser is not None) == (kind == "adaptive")
     assert (pair.prefill.cache.pool.page_size, pair.decode.executor.engine.pool.page_size) == (4, 4)
     run = pair.generate(PROMPTS, EACH, 2)
     assert [len(output) for output in run.outputs] == [16] * 3 and run.num_tokens == 45

@@ -9,7 +9,8 @@ import pytest
 
 from baton.deploy.doctor.checks import check_host
 from baton.deploy.doctor.facts import Cache, Facts, Holder, Port, Reached, Requirement, Tried
-from baton.deploy.doctor.gpu_facts import DeviceFile, Driver, Gpu, GpuFacts, NumaPlace, Torch, UsedMemory
+from baton.deploy.doctor.gpu_facts import DeviceFile, Driver, Gpu, GpuFacts, NumaPlace, Torch
+from baton.engine.gpus import UsedMemory
 
 GIB = 1 << 30
 ONE = Gpu("H200", "0000:1b:00.0", 140 * GIB, can_share=True)
@@ -84,7 +85,7 @@ CASES = {  # what is wrong: changed facts, the check, the level, words of the fi
     "no triton": ({"triton": None}, "torch", "error", "triton is missing", "pip install triton"),
     "memory in use": (
         gpu(used=(UsedMemory(ONE.bus, 70 * GIB, 140 * GIB),)),
-        "GPU memory", "warning", "70.0 GiB of 140.0", "--memory-share",
+        "GPU memory", "warning", "75.2 GB of 150.3 GB", "--memory-share",
     ),
     "no peer access": (
         gpu(driver=Driver(cuda=(13, 0), gpus=(ONE, OTHER), apart=((0, 1),))),
@@ -96,7 +97,7 @@ CASES = {  # what is wrong: changed facts, the check, the level, words of the fi
     ),
     "a far NUMA node": ({"cores": frozenset({8})}, "NUMA", "warning", "NUMA node 0", "numactl --cpunodebind=0"),
     "no memfd": ({"has_sealed_memory": False}, "memory", "warning", "memfd", "memfd_create"),
-    "little memory": ({"free_memory": GIB // 2}, "memory", "error", "0.5 GiB", "End other processes"),
+    "little memory": ({"free_memory": GIB // 2}, "memory", "error", "537 MB", "End other processes"),
     "64 files": ({"max_open_files": 64}, "open files", "error", "64 files", "ulimit -Hn"),
     "1,024 files": ({"max_open_files": 1024}, "open files", "warning", "1,024 files", "ulimit -Hn"),
     "a port of Baton": (

@@ -16,7 +16,7 @@ import pytest
 
 from baton.deploy.doctor.config import DoctorConfig
 from baton.deploy.doctor.facts import Facts, proxies_of_loopback, read_facts
-from baton.deploy.doctor.gpu_facts import Driver, LimitedRun, UsedMemory, parse_cores, parse_used
+from baton.deploy.doctor.gpu_facts import Driver, ProbeRun, parse_cores
 from baton.deploy.plan import kernel_folders
 from baton.deploy.run_dir import make_run_dir
 from baton.metadata.bus.curve import KeyPair
@@ -137,7 +137,7 @@ def test_a_wrong_address_is_refused_before_anything_is_read(flag: str, value: st
 
 def test_a_program_that_hangs_is_waited_for_no_longer_than_its_limit() -> None:
     start = time.monotonic()
-    answer = LimitedRun([sys.executable, "-S", "-c", "import time; time.sleep(600)"], 0.2).answer(Driver)
+    answer = ProbeRun([sys.executable, "-S", "-c", "import time; time.sleep(600)"], 0.2).answer(Driver)
     assert "no answer within 0.2 s" in answer.failure
     assert time.monotonic() - start < 60
 
@@ -146,14 +146,12 @@ def test_a_program_that_hangs_is_waited_for_no_longer_than_its_limit() -> None:
     ("code", "words"), [("import os; os.abort()", "status -6"), ("print('x')", "malformed"), ("", "")]
 )
 def test_a_program_that_dies_or_says_nonsense_is_a_failure(code: str, words: str) -> None:
-    answer = LimitedRun([sys.executable, "-S", "-c", code], 60).answer(Driver)
+    answer = ProbeRun([sys.executable, "-S", "-c", code], 60).answer(Driver)
     assert answer.failure
     assert words in answer.failure
 
 
-def test_tables_of_other_programs_are_parsed() -> None:
-    text = "00000000:1B:00.0, 1024, 143771\n00000000:43:00.0, [N/A], 143771\n"
-    assert parse_used(text) == (UsedMemory("0000:1b:00.0", 1 << 30, 143771 << 20),)
+def test_lists_of_cores_are_parsed() -> None:
     assert parse_cores("0-2,8\n") == {0, 1, 2, 8}
 
 

@@ -62,14 +62,14 @@ def test_the_mirror_fits_in_the_nodes_share_of_the_host(caplog: pytest.LogCaptur
 
 
 def test_a_share_that_leaves_no_page_is_refused_with_one_that_leaves_some() -> None:
-    with pytest.raises(ConfigError, match=r"take 20\.0 GiB.*memory_share 0\.10 of this GPU is 14\.0 GiB") as refused:
+    with pytest.raises(ConfigError, match=r"take 21\.5 GB.*memory_share 0\.10 of this GPU is 15\.0 GB") as refused:
         num_pages(ALONE, 0.1, PAGE)
     advised = float(str(refused.value).split("--memory-share ")[1].split()[0])
     assert num_pages(ALONE, advised, PAGE) >= 3 > 0.1 / advised
 
 
 def test_a_full_gpu_is_refused_with_what_others_hold() -> None:
-    words = r"other processes and the driver hold 119\.0 of 140\.0 GiB.*--memory-share 0\.45 each"
+    words = r"other processes and the driver hold 127\.8 GB of the 150\.3 GB.*--memory-share 0\.45 each"
     with pytest.raises(ConfigError, match=words):
         num_pages(ALONE._replace(free=4 * GIB), 0.9, PAGE)
 
@@ -77,7 +77,7 @@ def test_a_full_gpu_is_refused_with_what_others_hold() -> None:
 def test_a_gpu_that_is_too_small_is_refused_as_such() -> None:
     small = ALONE._replace(total=20 * GIB, free=3 * GIB - DRIVER)
     for share in (0.45, 0.9, 1.0):
-        with pytest.raises(ConfigError, match=r"this GPU has 20\.0 GiB: it is too small for the model"):
+        with pytest.raises(ConfigError, match=r"this GPU has 21\.5 GB: it is too small for the model"):
             num_pages(small, share, PAGE)
 
 
@@ -101,7 +101,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_gpu")
 def test_a_start_without_memory_is_refused_in_words(error: Exception) -> None:
     words = (
-        r"out of memory before the node could serve: 3\.0 of 140\.0 GiB are free; lower chunk_tokens.*--memory-share"
+        r"out of memory before the node could serve: 3\.2 GB of 150\.3 GB are free; lower chunk_tokens.*--memory-share"
     )
     with pytest.raises(ConfigError, match=words), memory_to_start():
         raise error
@@ -127,9 +127,9 @@ def test_pools_that_do_not_fit_name_what_was_given(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(engines, "pool_zeros", full)
     layouts = [KvLayout.of(PoolLayout(24, 8, 128, "bfloat16"), 1024)]  # 96 MiB per page
-    with pytest.raises(ConfigError, match=r"num_pages 64 need 6\.0 GiB.*3\.0 GiB free; use 32 pages or fewer"):
+    with pytest.raises(ConfigError, match=r"num_pages 64 need 6\.4 GB.*3\.2 GB free; use 32 pages or fewer"):
         engines._on_gpu(layouts, 64, torch.device("cuda"), is_given=True)
-    with pytest.raises(ConfigError, match=r"needs 6\.0 GiB.*--memory-share 0\.45 each") as refused:
+    with pytest.raises(ConfigError, match=r"needs 6\.4 GB.*--memory-share 0\.45 each") as refused:
         engines._on_gpu(layouts, 64, torch.device("cuda"), is_given=False)
     assert "num_pages" not in str(refused.value) and "num-pages" not in str(refused.value)
 

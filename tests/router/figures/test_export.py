@@ -21,8 +21,8 @@ from baton.router.figures import export as export_module
 from baton.router.figures.export import TraceExport, configured_export
 
 from ..conftest import System
+from ..dispatching.test_runner import wait_until
 from ..requests.test_trace import Traced, whole_life
-from ..test_runner import wait_until
 
 TRACE, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

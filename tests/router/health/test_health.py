@@ -32,9 +32,9 @@ from baton.router.nodes.node import Node
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import System
+from ..dispatching.test_runner import own, wait_until
 from ..fake_nodes import FakeNode, make_layout
 from ..hellos import ClockedRegistry
-from ..test_runner import own, wait_until
 
 Make = Callable[..., System]
 Corrupt = Callable[[str, str, list[int]], list[int]]

@@ -14,7 +14,7 @@ from baton.metadata.wire.request import unpack_ids
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import RunningRouter, System
-from ..test_runner import own
+from ..dispatching.test_runner import own
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"

@@ -26,9 +26,9 @@ from baton.router.nodes.availability import (
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import System
+from ..dispatching.test_runner import wait_until
 from ..hellos import ClockedRegistry
 from ..http.server.test_access import bearer
-from ..test_runner import wait_until
 
 Make = Callable[..., System]
 LEAVING = m.Leaving(done=False, reason="SIGTERM")

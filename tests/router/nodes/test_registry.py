@@ -34,11 +34,11 @@ from baton.router.nodes.node import Node, NodeGroup
 from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S, Drains
 
 from ..conftest import System
+from ..dispatching.test_runner import is_canary, own, wait_until
 from ..fake_nodes import FakeNode, make_layout
 from ..hellos import BEAT, ClockedRegistry, make_hello
 from ..sites import make_group
 from ..sites import make_hello as site_hello
-from ..test_runner import is_canary, own, wait_until
 
 Make = Callable[..., System]
 

@@ -9,7 +9,7 @@ from baton.router.placement.affinity import PrefixAffinity, SessionAffinity
 from baton.router.requests.request import page_hashes
 
 from ..conftest import System
-from ..test_runner import own
+from ..dispatching.test_runner import own
 
 
 def test_the_sessions_that_are_idle_longest_are_forgotten() -> None:

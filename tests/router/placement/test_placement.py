@@ -11,6 +11,7 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load, RankLoad
+from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill
 from baton.router.placement.placement import (
     DecodeFigures,
     Placement,
@@ -20,12 +21,11 @@ from baton.router.placement.placement import (
     decode_reason,
     prefill_reason,
 )
-from baton.router.placement.prompt_placement import GroupFacts, LocalPrefill
 from baton.router.waiting.queue import Entry
 
 from ..conftest import System
+from ..dispatching.test_runner import own, wait_until
 from ..sites import add_node, make_group, make_request
-from ..test_runner import own, wait_until
 
 
 def decode(free: int = 100, running: int = 0, most: int = 10, *, is_full: bool = False) -> DecodeFigures:

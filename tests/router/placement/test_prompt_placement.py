@@ -13,32 +13,27 @@ from baton.metadata.errors import RequestError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import NodeStats
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unpack_ids
-from baton.router.dispatcher import SLOW_TICK_S
+from baton.router.dispatching.dispatcher import SLOW_TICK_S
+from baton.router.dispatching.streams import SILENCE_S
 from baton.router.nodes.node import NodeGroup
+from baton.router.nodes.prompt_role import LOST_S, EstimateError, GroupFacts, PromptTimes, patience_s, place_prompt
 from baton.router.placement.prompt_placement import (
     BUSY_STREAMS,
     LOAD_ROUNDS,
-    LOST_S,
-    EstimateError,
-    GroupFacts,
     LocalFigures,
-    PromptTimes,
     RemoteFigures,
     choose_local,
     choose_remote,
     local_reason,
-    patience_s,
-    place_prompt,
     place_sooner,
     remote_reason,
 )
 from baton.router.requests.request import Request
-from baton.router.requests.streams import SILENCE_S
 
 from ..conftest import System
+from ..dispatching.test_dispatcher import IDS, Client, World, load
+from ..dispatching.test_runner import own, wait_until
 from ..sites import add_node, make_group
-from ..test_dispatcher import IDS, Client, World, load
-from ..test_runner import own, wait_until
 
 OLD = m.Compute.since - 1  # a protocol whose decode nodes cannot compute prompts
 
@@ -700,7 +695,7 @@ def test_auto_sends_no_prompt_to_a_decode_node_whose_bound_on_gaps_has_no_room()
 
 
 def test_auto_goes_on_and_says_so_when_the_last_prefill_node_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "baton.router.dispatcher")
+    caplog.set_level("INFO", "baton.router.dispatching.dispatcher")
     world = auto_world("p0", "d0")
     client = world.submit(prompt_len=3000)
     grants(world, "d0", world.got("d0", m.Reserve)[-1])

@@ -19,8 +19,8 @@ from baton.metadata.wire.messages import CapacityFreed, Prefill, Reserve, Reserv
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.request import Ended, FinishReason, SamplingParams, TokenLogprobs, unpack_ids
 from baton.router.config import RouterConfig
-from baton.router.dispatcher import Dispatcher
-from baton.router.effects import Effect, Error, Send
+from baton.router.dispatching.dispatcher import Dispatcher
+from baton.router.dispatching.effects import Effect, Error, Send
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import Node
 from baton.router.requests.request import GRAMMAR_PROTOCOL, MAX_AHEAD, Delta, Need, Request, Sequence, TextOptions

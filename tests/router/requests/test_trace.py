@@ -133,7 +133,7 @@ def test_every_span_of_a_request() -> None:
     assert (prefill.num_prompt, prefill.num_cached, prefill.prefill_times.chunks) == (612, 16, CHUNKS)
     assert (prefill.prefill_times.num_offers, prefill.prefill_times.early_pages) == (2, 5)
     assert (pull.num_pages, pull.num_bytes, pull.had_pages, pull.moving_s) == (3, 3_000_000, 1, 0.75)
-    assert (pull.gb_per_s, pull.pull_times.transport, pull.pull_times.num_repeated) == (0.004, "local", 2)
+    assert (pull.gb_per_s, pull.way, pull.pull_times.num_repeated) == (0.004, "through shared memory", 2)
     assert (decode.num_steps, decode.num_drafted, decode.num_accepted) == (6, 40, 12)
 
 
@@ -146,7 +146,7 @@ def test_the_keys_of_the_answer() -> None:
     assert list(choice) == ["index", "finish_reason", "num_tokens", "parts"]
     spans = {span["name"]: set(span) - {"name", "start_s", "seconds", "node", "attempt"} for span in choice["parts"]}
     assert spans["prefill"] == {"num_prompt", "num_cached", "prefill_times"}
-    assert spans["pull"] == {"num_pages", "num_bytes", "had_pages", "moving_s", "gb_per_s", "pull_times"}
+    assert spans["pull"] == {"num_pages", "num_bytes", "had_pages", "moving_s", "gb_per_s", "way", "pull_times"}
     assert spans["decode"] == {"num_tokens", "num_steps", "num_drafted", "num_accepted"}
     assert spans["preempted"] == {"num_preemptions"}
     assert spans["reserve"] == set()

@@ -24,12 +24,13 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.router.errors import NodeFault
-from baton.router.placement.prompt_placement import GroupFacts
-from baton.router.waiting.fair_share import DEFAULT, UNSHARED, Tenant
-from baton.router.waiting.queue import AGE_S, MARGIN_S, PATIENCE_S, Asked, Bounds, Entry, Queues, WaitingQueue, turn_of
+from baton.router.nodes.prompt_role import GroupFacts
+from baton.router.tenants.fair_share import DEFAULT, UNSHARED, Tenant
+from baton.router.waiting.admission import MARGIN_S, PATIENCE_S, Asked, Bounds, Queues
+from baton.router.waiting.queue import AGE_S, Entry, WaitingQueue, turn_of
 
 from ..conftest import System
-from ..test_runner import own, wait_until
+from ..dispatching.test_runner import own, wait_until
 
 # --- the order: first come first served within a priority, and no request starves ------------------------------------
 

@@ -30,9 +30,9 @@ from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, 
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
+from baton.router.dispatching.runner import RunningDispatcher
 from baton.router.figures.metrics import Metrics
 from baton.router.requests.request import Delta, Request, Sequence
-from baton.router.runner import RunningDispatcher
 
 VOCAB_SIZE = 420
 LOAD = Load(free_pages=100, running=0, waiting=0)

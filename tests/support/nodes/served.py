@@ -32,8 +32,8 @@ from baton.metadata.handoff.client import HandoffClient
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
 from baton.router.config import RouterConfig
+from baton.router.dispatching.runner import RunningDispatcher
 from baton.router.main import Router
-from baton.router.runner import RunningDispatcher
 
 Node = PrefillNode | DecodeNode
 

@@ -25,14 +25,8 @@ from adaptive_world import Machine, World
 from gap_world import Device, with_arrivals
 
 from baton.prefill_node.chunk_length import ChunkSeconds
-from baton.router.placement.prompt_placement import (
-    EstimateError,
-    LocalFigures,
-    PromptTimes,
-    RemoteFigures,
-    handoff_estimate,
-    place_sooner,
-)
+from baton.router.nodes.prompt_role import EstimateError, PromptTimes, handoff_estimate
+from baton.router.placement.prompt_placement import LocalFigures, RemoteFigures, place_sooner
 from baton.router.waiting.pace import Pace
 
 TRACES = ("steady", "pause", "new kind of sampling", "change of text", "wrong table")

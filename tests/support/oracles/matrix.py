@@ -299,7 +299,7 @@ def scarce_pages(pair: NodePair, num_left: int) -> Iterator[None]:
 
 def force_steps(pair: NodePair, choose: Callable[[int], int]) -> None:
     """Make the adaptive decode node draft `choose(index of the round)` steps, as far as a sequence can use them."""
-    chooser, count = pair.decode.chooser, iter(range(1 << 30))
+    chooser, count = pair.decode.pacing.chooser, iter(range(1 << 30))
     assert chooser is not None
     chooser.choose, pair.decode.scheduler._rests = lambda *_: choose(next(count)), None
 

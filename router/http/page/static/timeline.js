@@ -35,11 +35,6 @@ const MEANINGS = {
   finish: "the answer is complete: closing the stream to the client",
 };
 
-/** How pages travel, by the name of the transport. */
-const TRANSPORTS = {
-  local: "through shared memory", cuda: "from GPU to GPU", zmq: "over the network", ranks: "between the ranks of both nodes",
-};
-
 let opened = 0; // counts openings, so that answers for an earlier one are dropped
 
 /**
@@ -188,8 +183,7 @@ function figuresOf(span) {
   }
   if (name === "pull") {
     const had = span.had_pages ? `${plural(span.had_pages, "page")} ${span.had_pages === 1 ? "was" : "were"} in its cache already` : "";
-    const transport = span.pull_times?.transport;
-    const by = transport ? ` ${TRANSPORTS[transport] ?? `by ${transport}`}` : "";
+    const by = span.way ? ` ${span.way}` : "";
     const moving = span.moving_s >= 0.00005 ? `, ${duration(span.moving_s)} under way without the checks` : "";
     return [`${plural(span.num_pages ?? 0, "page")}, ${bytes(span.num_bytes ?? 0)}${by}${moving}`, had];
   }

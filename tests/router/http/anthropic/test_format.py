@@ -20,8 +20,8 @@ from baton.router.requests.request import Delta, Request
 from baton.router.tool_parsers.hermes import HermesParser
 
 from ...conftest import RunningRouter, System
+from ...dispatching.test_runner import own
 from ...sites import make_group, make_request
-from ...test_runner import own
 from ..chats import QWEN3, TEMPLATE, TEXT, USER, accepts, call, marked_system, num_tokens, prompt_of, say
 
 WEATHER: Any = {

@@ -13,7 +13,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.request import unpack_ids
 
 from ...conftest import RunningRouter, System
-from ...test_runner import own
+from ...dispatching.test_runner import own
 
 BODY: dict[str, Any] = {"model": "fake", "max_tokens": 100, "messages": [{"role": "user", "content": "hello"}]}
 

@@ -36,7 +36,7 @@ from baton.router.http.generation.types import ChatRequest, CompletionRequest, D
 from baton.router.http.server.errors import HttpRefusal
 
 from ...conftest import System, check_is_declared
-from ...test_runner import wait_until
+from ...dispatching.test_runner import wait_until
 from ..server.test_cross_origin import Answer, send
 
 OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}

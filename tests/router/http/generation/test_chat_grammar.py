@@ -15,7 +15,7 @@ from baton.router.http.generation.grammars import literal_of
 from baton.router.text.tokenizer import TextTokenizer
 
 from ...conftest import RunningRouter, System
-from ...test_runner import own
+from ...dispatching.test_runner import own
 from ..chats import NOW, TEMPLATE, USER, WEATHER, accepts, call, say
 
 OPEN = TEMPLATE + "{# </think> #}{% if enable_thinking is not defined %}<think>{% else %}<think></think>{% endif %}"

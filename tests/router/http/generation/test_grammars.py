@@ -16,16 +16,16 @@ from thinned import thinned
 
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
 from baton.metadata.wire import messages as m
-from baton.router.fair_turns import FairTurns
 from baton.router.http.generation import grammars
 from baton.router.http.generation.grammars import GrammarChecks
 from baton.router.nodes.node import Node, NodeGroup
+from baton.router.tenants.fair_turns import FairTurns
 from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
 from baton.router.text.grammar_process import GrammarProcess, LoadTokenizer
 
 from ...conftest import System
+from ...dispatching.test_runner import own
 from ...sites import add_node, make_group, make_hello
-from ...test_runner import own
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}

@@ -28,8 +28,8 @@ from baton.router.text.tokenizer import TextTokenizer
 from baton.router.tool_parsers.hermes import HermesParser
 
 from ...conftest import RunningRouter, System
+from ...dispatching.test_runner import own
 from ...sites import text_tokenizer
-from ...test_runner import own
 from ..chats import NOW, QWEN3, TEMPLATE, TEXT, USER, accepts, call, num_tokens, prompt_of, say
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -14,7 +14,7 @@ from baton.router.http.server import openapi
 from baton.router.http.server.routes import ROUTES
 
 from ...conftest import System
-from ...test_runner import own
+from ...dispatching.test_runner import own
 
 BODIES = {
     "/v1/completions": {"prompt": "hello"},

@@ -18,7 +18,7 @@ from baton.metadata.wire import messages as m
 from baton.router.requests.request import Request
 
 from ...conftest import System
-from ...test_runner import own, wait_until
+from ...dispatching.test_runner import own, wait_until
 from ...waiting.test_queue import busy, clients, first_runs
 
 

@@ -13,7 +13,7 @@ import pytest
 from baton.metadata.wire import messages
 
 from ...conftest import System
-from ...test_runner import own
+from ...dispatching.test_runner import own
 from ..chats import NOW, TEMPLATE, USER, WEATHER, call, prompt_of, say
 
 PARIS = call("get_weather", {"city": "Paris é"})

@@ -12,7 +12,7 @@ from baton.metadata.wire import messages
 from baton.metadata.wire.request import unpack_ids
 
 from ...conftest import System
-from ...test_runner import own
+from ...dispatching.test_runner import own
 
 
 @pytest.fixture

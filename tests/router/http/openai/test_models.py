@@ -8,8 +8,8 @@ import anthropic
 import pytest
 
 from ...conftest import System
+from ...dispatching.test_runner import wait_until
 from ...fake_nodes import TEMPLATE, FakeCluster
-from ...test_runner import wait_until
 
 
 def test_models_are_listed_and_found_by_name(system: System) -> None:

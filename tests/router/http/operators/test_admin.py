@@ -7,7 +7,7 @@ from collections.abc import Callable
 from baton.metadata.wire import messages as m
 
 from ...conftest import System
-from ...test_runner import own
+from ...dispatching.test_runner import own
 
 
 def test_operators_see_the_nodes_and_the_ledger(system: System) -> None:

@@ -21,9 +21,9 @@ from baton.router.http.operators.explain import DEFAULT_LIMIT, Filter
 from baton.router.requests.trace import Explanation, RequestTrace, Span, TraceRecorder
 
 from ...conftest import RunningRouter, System
+from ...dispatching.test_runner import ignore, own, wait_until
 from ...fake_nodes import FakeNode
 from ...requests.test_trace import CHUNKS, Traced, check_sums, fake_attempt, names
-from ...test_runner import ignore, own, wait_until
 
 
 def recorder(decode: str = "d0", *, is_over: bool = False) -> TraceRecorder:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ...conftest import System
-from ...test_runner import wait_until
+from ...dispatching.test_runner import wait_until
 
 
 def test_metrics_count_requests_tokens_and_times(system: System) -> None:

@@ -19,7 +19,7 @@ from baton.router.http.page import feed
 from baton.router.http.page.types import Snapshot
 
 from ...conftest import RunningRouter, System
-from ...test_runner import wait_until
+from ...dispatching.test_runner import wait_until
 
 
 @pytest.fixture(autouse=True)

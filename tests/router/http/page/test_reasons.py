@@ -17,8 +17,8 @@ from baton.router.http.page.types import LiveNode, Snapshot
 from baton.router.text.tokenizer import TextTokenizer
 
 from ...conftest import System
+from ...dispatching.test_runner import wait_until
 from ...hellos import BEAT, ClockedRegistry
-from ...test_runner import wait_until
 
 READY = PairStanding("ready")
 

@@ -14,7 +14,7 @@ from openai.types.responses import ParsedResponseFunctionToolCall
 from baton.metadata.wire import messages as m
 
 from ...conftest import System
-from ...test_runner import own
+from ...dispatching.test_runner import own
 from ..chats import QWEN3, TEMPLATE, TEXT, accepts, call, num_tokens, prompt_of, say
 
 BODY: dict[str, Any] = {"model": "fake", "input": "hello", "max_output_tokens": 100}

@@ -29,10 +29,10 @@ from baton.router.http.server.access import (
     session_id,
 )
 from baton.router.origins import trusted_networks
-from baton.router.waiting.fair_share import Tenant
+from baton.router.tenants.fair_share import Tenant
 
 from ...conftest import System
-from ...test_runner import own, wait_until
+from ...dispatching.test_runner import own, wait_until
 
 ADMIN_ROUTES = [("GET", "/debug/nodes"), ("GET", "/debug/ledger"), ("GET", "/debug/handoff"), ("POST", "/admin/flush")]
 CLIENT_ROUTES = [("GET", "/v1/models"), ("GET", "/live?once=true"), ("GET", "/openapi.json")]

@@ -16,7 +16,7 @@ from baton.router.errors import NotFound
 from baton.router.http.server.api import InFlight
 
 from ...conftest import System
-from ...test_runner import own, wait_until
+from ...dispatching.test_runner import own, wait_until
 from .test_access import bearer
 
 

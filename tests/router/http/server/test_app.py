@@ -16,7 +16,7 @@ from baton.router.http.server.app import MOST_LINES
 from baton.router.http.server.routes import ROUTES
 
 from ...conftest import System
-from ...test_runner import wait_until
+from ...dispatching.test_runner import wait_until
 
 OK = {"model": "fake", "prompt": "hello", "max_tokens": 100}
 

@@ -29,8 +29,8 @@ from baton.router.http.server import connection
 from baton.router.http.server.connection import ClientErrorFilter, HttpListener
 
 from ...conftest import RunningRouter, System
+from ...dispatching.test_runner import own, wait_until
 from ...fake_nodes import FakeCluster, make_tokenizer
-from ...test_runner import own, wait_until
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from baton.router.http.server.access import KeyLevel
 from baton.router.http.server.routes import ROUTES
 
 from ...conftest import RunningRouter, System, check_is_declared
-from ...test_runner import own
+from ...dispatching.test_runner import own
 
 EVIL = "https://evil.example"
 GOOD = "https://chat.example"

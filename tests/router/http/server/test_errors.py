@@ -19,7 +19,6 @@ from baton.router.errors import (
     NotFound,
     RequestCancelled,
     Unauthorized,
-    outcome_of,
 )
 from baton.router.http.generation.types import CompletionRequest
 from baton.router.http.server.errors import (
@@ -121,9 +120,3 @@ def test_a_body_with_nan_names_the_field() -> None:
     assert str(from_malformed(b"{", ValueError("cut off"))) == "the body is not valid JSON: cut off"
     assert "UTF-8" in str(from_malformed(b"", UnicodeDecodeError("utf-8", b"", 0, 1, "x")))
     assert "nested" in str(from_malformed(b"", RecursionError()))
-
-
-def test_each_error_counts_as_one_outcome() -> None:
-    assert outcome_of(Overloaded("no")) == "refused"
-    assert outcome_of(RequestCancelled("no")) == "cancelled"
-    assert outcome_of(Unavailable("no")) == "failed"

@@ -31,7 +31,7 @@ from baton.router.http.server.errors import all_statuses
 from baton.router.http.server.routes import ROUTES
 
 from ...conftest import System
-from ...test_runner import wait_until
+from ...dispatching.test_runner import wait_until
 
 DOCUMENT = openapi.document(ROUTES)
 

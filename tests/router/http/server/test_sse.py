@@ -16,7 +16,7 @@ from baton.router.http.server import app
 from baton.router.http.server.sse import limit_unread
 
 from ...conftest import System
-from ...test_runner import own, wait_until
+from ...dispatching.test_runner import own, wait_until
 
 TOKENS = 4000  # more than a megabyte of events
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ...metadata.wire.messages import Cancel, Cancelled, Reserved
-from ..effects import Effects, Send
 from ..nodes.node import Node
-from .request import Request
+from ..requests.request import Request
+from .effects import Effects, Send
 
 logger = logging.getLogger(__name__)
 

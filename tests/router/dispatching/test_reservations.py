@@ -13,17 +13,16 @@ from baton.metadata.wire.membership import IDLE, Heartbeat
 from baton.metadata.wire.messages import Compute, Reserve, Reserved
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.request import unpack_ids
+from baton.router.dispatching import reservations, streams
+from baton.router.dispatching.reservations import ANSWER_S, ASK_S, Reservations
 from baton.router.nodes.node import Node
-from baton.router.placement import reservations
-from baton.router.placement.reservations import ANSWER_S, ASK_S, Reservations
-from baton.router.requests import streams
 from baton.router.requests.request import Attempt, Request
 from baton.router.waiting.queue import Entry
 
 from ..conftest import System
 from ..fake_nodes import FakeNode
 from ..sites import add_node, make_group, make_request
-from ..test_runner import own, text_of
+from .test_runner import own, text_of
 
 
 class Site:

@@ -18,10 +18,10 @@ import pytest
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.requests.request import Request
-from baton.router.waiting.fair_share import DEFAULT, MAX_IDLE, FairShares, Share, Tenant
+from baton.router.tenants.fair_share import DEFAULT, MAX_IDLE, FairShares, Share, Tenant
 from baton.router.waiting.queue import WaitingQueue
 
-from ..test_dispatcher import Client, World, load
+from ..dispatching.test_dispatcher import Client, World, load
 
 A, B, C = Tenant("a"), Tenant("b"), Tenant("c")
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from baton.metadata.errors import Overloaded, Unavailable
-from baton.router.fair_turns import ASKER, FairTurns
+from baton.router.tenants.fair_turns import ASKER, FairTurns
 
 
 async def run_as(turns: FairTurns, caller: str, done: list[str], hold: threading.Event) -> None:

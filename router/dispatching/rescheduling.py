@@ -19,10 +19,11 @@ from ...metadata.wire.request import Unit
 from ..errors import NodeFault
 from ..figures.metrics import Metrics, MoveReason
 from ..nodes.node import Node
-from ..placement.reservations import Reservations
-from ..waiting.queue import Entry, Queues, RefusedRequest
+from ..requests.request import Attempt, Request
+from ..waiting.admission import Queues, RefusedRequest
+from ..waiting.queue import Entry
 from .cancels import Cancels
-from .request import Attempt, Request
+from .reservations import Reservations
 from .streams import TokenStreams
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from ...metadata.errors import ProtocolError
 from ...metadata.wire.messages import Resend, Tokens
 from ...metadata.wire.request import Ended, TokenLogprobs, Unit, unpack_ids
-from ..effects import Effects, Output, Send
 from ..figures.metrics import Metrics
 from ..nodes.node import Node
-from .request import Delta, Request, Sequence
+from ..requests.request import Delta, Request, Sequence
+from .effects import Effects, Output, Send
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import pytest
 
 from baton.metadata.wire.messages import Cancel, Cancelled, Reserved
 from baton.metadata.wire.node_info import Load
-from baton.router.effects import Effects, Send
-from baton.router.requests.cancels import ACK_S, LATE_S, MAX_ACK_S, Cancels
+from baton.router.dispatching.cancels import ACK_S, LATE_S, MAX_ACK_S, Cancels
+from baton.router.dispatching.effects import Effects, Send
 
 from ..sites import add_node, make_group, make_request
 

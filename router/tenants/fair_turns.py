@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TypeVar
 
-from ..metadata.errors import Overloaded, Unavailable
+from ...metadata.errors import Overloaded, Unavailable
 
 ASKER: ContextVar[Hashable] = ContextVar("asker", default=None)  # whose HTTP request is being served
 

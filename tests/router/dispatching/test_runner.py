@@ -19,14 +19,14 @@ from patience import Patience
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import Unit, unpack_ids
-from baton.router import runner
 from baton.router.config import RouterConfig
-from baton.router.effects import Effect, Ledger
+from baton.router.dispatching import runner
+from baton.router.dispatching.effects import Effect, Ledger
 from baton.router.figures.metrics import Metrics
-from baton.router.waiting.queue import PATIENCE_S
+from baton.router.waiting.admission import PATIENCE_S
 
-from .conftest import System
-from .fake_nodes import FakeNode
+from ..conftest import System
+from ..fake_nodes import FakeNode
 
 
 def own(node: FakeNode, kind: type) -> list[Any]:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from ..metadata.errors import BatonError
-from ..metadata.wire.membership import LedgerReport
-from ..metadata.wire.messages import ToNode
-from .nodes.node import Node
-from .requests.request import Delta, Request, Sequence
-from .requests.trace import TraceRecorder
+from ...metadata.errors import BatonError
+from ...metadata.wire.membership import LedgerReport
+from ...metadata.wire.messages import ToNode
+from ..nodes.node import Node
+from ..requests.request import Delta, Request, Sequence
+from ..requests.trace import TraceRecorder
 
 
 class Send(NamedTuple):

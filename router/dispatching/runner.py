@@ -8,20 +8,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from ..metadata.bus.hub import Hub
-from ..metadata.wire.membership import LedgerReport
-from ..metadata.wire.messages import ToRouter
-from .config import RouterConfig
+from ...metadata.bus.hub import Hub
+from ...metadata.wire.membership import LedgerReport
+from ...metadata.wire.messages import ToRouter
+from ..config import RouterConfig
+from ..figures.metrics import Metrics
+from ..health.health import PairHealth
+from ..nodes.node import Node, NodeGroup
+from ..nodes.registry import Registry
+from ..requests.request import Request
+from ..requests.trace import FinishedTraces, TraceRecorder
+from ..waiting.admission import Asked, Queues
+from .cancels import Cancels
 from .dispatcher import Dispatcher
 from .effects import Done, Effect, Error, Ledger, Output, Over, Send, SendUnknown
-from .figures.metrics import Metrics
-from .health.health import PairHealth
-from .nodes.node import Node, NodeGroup
-from .nodes.registry import Registry
-from .requests.cancels import Cancels
-from .requests.request import Request
-from .requests.trace import FinishedTraces, TraceRecorder
-from .waiting.queue import Asked, Queues
 
 logger = logging.getLogger(__name__)
 

@@ -16,18 +16,18 @@ from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Ended, SamplingParams, TokenLogprobs, Unit, pack_ids, unpack_ids
 from baton.router.config import RouterConfig
-from baton.router.dispatcher import SLOW_TICK_S, Dispatcher
-from baton.router.effects import Done, Effect, Error, Output, Send
+from baton.router.dispatching.cancels import ACK_S, MAX_ACK_S
+from baton.router.dispatching.dispatcher import SLOW_TICK_S, Dispatcher
+from baton.router.dispatching.effects import Done, Effect, Error, Output, Send
+from baton.router.dispatching.reservations import ANSWER_S, ASK_S
+from baton.router.dispatching.streams import GAP_S, MAX_RESENDS, SILENCE_S
 from baton.router.errors import DeadlineExceeded, RequestCancelled
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import FULL_S, NodeGroup
-from baton.router.placement.reservations import ANSWER_S, ASK_S
-from baton.router.requests.cancels import ACK_S, MAX_ACK_S
 from baton.router.requests.request import Delta, Request, Sequence, TextOptions
-from baton.router.requests.streams import GAP_S, MAX_RESENDS, SILENCE_S
-from baton.router.waiting.queue import Asked
+from baton.router.waiting.admission import Asked
 
-from .sites import make_hello, text_tokenizer
+from ..sites import make_hello, text_tokenizer
 
 METRICS = Metrics()
 STATS = NodeStats()

@@ -25,9 +25,9 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 
-from ..metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
-from ..metadata.wire.membership import Flush, Heartbeat, Hello, Inspect, Leaving, LedgerReport, Proven, TokenizerFile
-from ..metadata.wire.messages import (
+from ...metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
+from ...metadata.wire.membership import Flush, Heartbeat, Hello, Inspect, Leaving, LedgerReport, Proven, TokenizerFile
+from ...metadata.wire.messages import (
     Admitted,
     Cancelled,
     CapacityFreed,
@@ -41,22 +41,23 @@ from ..metadata.wire.messages import (
     ToNode,
     ToRouter,
 )
-from .config import RouterConfig
+from ..config import RouterConfig
+from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
+from ..figures.metrics import Metrics
+from ..health.health import Effect as HealthEffect
+from ..health.health import PairHealth, PairsReady, StartCanary, TellProven
+from ..nodes.node import Node, NodeGroup
+from ..nodes.registry import Drains, Registry
+from ..placement.placement import Placement
+from ..requests.request import Attempt, Request, Sequence
+from ..requests.trace import FinishedTraces, Outcome
+from ..waiting.admission import Asked, Bounds, Queues, RefusedRequest
+from ..waiting.queue import Entry, PairFull, Pinned
+from .cancels import Cancels
 from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
-from .errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
-from .figures.metrics import Metrics
-from .health.health import Effect as HealthEffect
-from .health.health import PairHealth, PairsReady, StartCanary, TellProven
-from .nodes.node import Node, NodeGroup
-from .nodes.registry import Drains, Registry
-from .placement.placement import Placement
-from .placement.reservations import Reservations
-from .requests.cancels import Cancels
-from .requests.request import Attempt, Request, Sequence
-from .requests.rescheduling import Rescheduling
-from .requests.streams import SequenceEnded, TokenStreams
-from .requests.trace import FinishedTraces, Outcome
-from .waiting.queue import Asked, Bounds, Entry, PairFull, Pinned, Queues, RefusedRequest
+from .rescheduling import Rescheduling
+from .reservations import Reservations
+from .streams import SequenceEnded, TokenStreams
 
 logger = logging.getLogger(__name__)
 

@@ -20,21 +20,22 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.messages import Cancel, Compute
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import SamplingParams, TokenLogprobs, Unit, unpack_ids
-from baton.router.effects import Send
+from baton.router.dispatching.cancels import Cancels
+from baton.router.dispatching.effects import Send
+from baton.router.dispatching.rescheduling import MAX_LOSSES, Rescheduling
+from baton.router.dispatching.reservations import Reservations
+from baton.router.dispatching.streams import TokenStreams
 from baton.router.http.server.errors import body_of, status_of
 from baton.router.nodes.node import Node, NodeGroup
-from baton.router.placement.reservations import Reservations
-from baton.router.requests.cancels import Cancels
 from baton.router.requests.request import Attempt, Request
-from baton.router.requests.rescheduling import MAX_LOSSES, Rescheduling
-from baton.router.requests.streams import TokenStreams
-from baton.router.waiting.queue import Bounds, Entry, Queues, RefusedRequest
+from baton.router.waiting.admission import Bounds, Queues, RefusedRequest
+from baton.router.waiting.queue import Entry
 
 from ..conftest import System
 from ..fake_nodes import FakeNode
 from ..sites import add_node, make_group
-from ..test_dispatcher import Client, World, load
-from ..test_runner import fail_transfer, is_canary, own, stream_events, text_of, wait_until
+from .test_dispatcher import Client, World, load
+from .test_runner import fail_transfer, is_canary, own, stream_events, text_of, wait_until
 
 Make = Callable[..., System]
 

@@ -13,12 +13,12 @@ from baton.metadata.errors import ProtocolError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.messages import Resend, Tokens
 from baton.metadata.wire.request import Ended, TokenLogprobs, Unit, pack_ids, unpack_ids
-from baton.router.effects import Effects, Output, Send
+from baton.router.dispatching import streams
+from baton.router.dispatching.effects import Effects, Output, Send
+from baton.router.dispatching.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokensRefused, TokenStreams
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import Node
-from baton.router.requests import streams
 from baton.router.requests.request import Attempt, Delta, Request, Sequence, TextOptions
-from baton.router.requests.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokensRefused, TokenStreams
 
 from ..conftest import System
 from ..fake_nodes import FakeNode

@@ -1,0 +1,139 @@
+"""Pages of the sequences on a decode node: from the prefix cache and the pool, and back.
+
+A sequence has a lease on the pages that it found in the prefix cache, and own pages behind them. Its full computed
+pages go to the prefix cache while it runs, and again when it gives its pages back.
+"""
+
+from __future__ import annotations
+
+from ..engine.state.pages import Owner
+from ..engine.state.prefix_cache import PrefixCache
+from ..engine.work import MAX_MISSED
+from ..metadata.errors import OutOfPages
+from ..metadata.handoff.schema.schema import decode_len, pages_of
+from .sequence import Sequence
+
+
+class SequencePages:
+    """Takes, shares and frees the pages of sequences. Owns them together with the sequences."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        first_rounds_len: int,
+        context_len: int,
+        num_prompt_states: int = 0,
+        window: int | None = None,
+    ) -> None:
+        """`first_rounds_len`: tokens that the first two rounds of a sequence may write. The other arguments are those
+        of the scheduler."""
+        self._cache = cache
+        self._page_size = cache.pool.page_size
+        self._first_rounds_len, self._context_len = first_rounds_len, context_len
+        self._num_prompt_states = num_prompt_states
+        self._window = window
+        self.num_releases = 0  # how often a sequence gave its pages back
+
+    def take(self, sequence: Sequence, headroom: int = 0) -> bool:
+        """Give the sequence the pages of its tokens and of two rounds, cached ones first, or none (False).
+
+        `headroom`: pages that must be left over."""
+        num_tokens = len(sequence.token_ids)
+        lease = self._cache.acquire(sequence.token_ids, sequence.salt, self._most_cached(sequence))
+        end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
+        num_own = pages_of(end, self._page_size) - len(lease.pages)
+        try:
+            if num_own + headroom > self._cache.available:
+                raise OutOfPages("no headroom")
+            own = self._cache.allocate(num_own, Owner.REQUEST)
+        except OutOfPages:
+            self._cache.release(lease)
+            return False
+        sequence.take_pages(lease, own)
+        return True
+
+    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many pages the sequence lacks for so many tokens, 0 or less if none."""
+        return pages_of(num_tokens, self._page_size) - len(sequence.pages)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give the sequence the pages that it lacks for so many tokens. Raises OutOfPages."""
+        num_missing = self.num_missing(sequence, num_tokens)
+        if num_missing > 0:
+            sequence.add_pages(self._cache.allocate(num_missing, Owner.REQUEST))
+
+    def exchange(self, sequence: Sequence) -> int:
+        """Exchange pages of a local prompt of which nothing is computed yet for those that were computed since, by
+        another choice or request. Return how many tokens are in them."""
+        assert sequence.lease is not None, sequence.unit
+        num_before = sequence.num_computed
+        num_leased = len(sequence.lease.pages)
+        if num_before != num_leased * self._page_size:
+            return 0
+        if self._cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence)) <= num_leased:
+            return 0
+        self._cache.release(sequence.lease, sequence.pages)
+        sequence.give_up_pages()
+        has_pages = self.take(sequence)
+        assert has_pages, "fewer pages than those that it has just released"
+        sequence.share_prompt(self._page_size)
+        return sequence.num_computed - num_before
+
+    def num_uncached(self, sequence: Sequence) -> int:
+        """Return how many tokens of a reserved sequence are not in the pages that it found in the prefix cache."""
+        assert sequence.lease is not None, sequence.unit
+        return len(sequence.token_ids) - len(sequence.lease.pages) * self._page_size
+
+    def most_shared(self, sequence: Sequence) -> int:
+        """Return how many pages of a sequence other choices of its request may find in the prefix cache once it has
+        computed its prompt."""
+        num_computed = 1 + (self._num_prompt_states if sequence.lacks_draft else 0)
+        return max(0, len(sequence.token_ids) - num_computed) // self._page_size
+
+    def share(self, sequence: Sequence, end: int | None = None, num_tokens: int | None = None) -> None:
+        """Give full computed pages, those before index `end`, to the prefix cache. `num_tokens`: only pages of the
+        first so many tokens; None: of all tokens whose KV target and drafter have. The sequence keeps its own block
+        table."""
+        assert sequence.lease is not None, sequence.unit
+        if sequence.first_kept:
+            return  # it does not hold the first pages any more
+        if num_tokens is None:  # the drafter has no KV for missed rows, which are always the last ones
+            num_tokens = max(0, sequence.num_computed - sequence.num_missed)
+        known = sequence.token_ids[:num_tokens]
+        pages = sequence.pages[: len(known) // self._page_size][:end]
+        self._cache.insert(known, pages, sequence.salt, sequence.lease)
+
+    def give_back_unseen(self, sequence: Sequence) -> None:
+        """Give back the pages before what any layer sees from now on, those of the prefix cache only if all of them are
+        before it. Later pages do not enter the cache, since it has whole prefixes."""
+        if self._window is None:
+            return
+        assert sequence.lease is not None, sequence.unit
+        seen = sequence.num_computed - MAX_MISSED - self._window + 1  # the drafter may catch up on missed rows
+        first = max(0, seen) // self._page_size
+        if first <= max(sequence.first_kept, len(sequence.lease.pages) - 1):
+            return
+        self.share(sequence, first)
+        self._free(sequence, first)
+        sequence.keep_from(first, self._cache.acquire(()))
+
+    def release(self, sequence: Sequence) -> None:
+        """Take all pages from a sequence. Its full computed ones go to the prefix cache."""
+        if sequence.lease is None:  # it is preempted and holds nothing
+            return
+        self.share(sequence)
+        self.num_releases += 1
+        self._free(sequence, len(sequence.pages))
+        sequence.give_up_pages()
+
+    def _most_cached(self, sequence: Sequence) -> int:
+        """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are
+        computed."""
+        if sequence.prompt_scores is None:
+            return self.most_shared(sequence)
+        return min(self.most_shared(sequence), sequence.prompt_scores.num_skippable // self._page_size)
+
+    def _free(self, sequence: Sequence, end: int) -> None:
+        """End the sequence's lease, and free its own pages before index `end`."""
+        assert sequence.lease is not None, sequence.unit
+        self._cache.release(sequence.lease, sequence.pages[sequence.first_kept : end])
