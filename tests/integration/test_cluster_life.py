@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, Process, wait_until
+from service_manager import ServiceManager
 
 from baton.deploy import cli
 from baton.metadata.bus.allow_list import line_of
@@ -24,8 +25,15 @@ NewCluster = Callable[..., Cluster]
 
 def test_processes_start_in_any_order_and_nodes_join_late(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
-    cluster.start_node("decode", "decode-0")
-    cluster.start_router()
+    with ServiceManager() as manager:
+        cluster.environ = lambda name: {"NOTIFY_SOCKET": manager.address}
+        cluster.start_node("decode", "decode-0")
+        manager.hear("STATUS=looking for the router")
+        assert "READY=1" not in manager.said
+        cluster.environ = lambda name: {}
+        cluster.start_router()
+        manager.hear("READY=1")
+        assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in manager.said)
     wait_until(lambda: _status(cluster, "/health") == 200, "the router listens")
     assert _status(cluster, "/ready") == 503
     cluster.start_node("prefill", "prefill-0")
