@@ -250,7 +250,9 @@ def _run_process(name: str, config: Any) -> int:
     # torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     process_name = name if name == "router" else _module("engine.startup").node_id(config, name)
-    _module("metadata.logs").setup_logging(config, process_name)
+    logs = _module("metadata.logs")
+    logs.setup_logging(config, process_name)
+    logs.log_uncaught()
     return _module(_PROCESSES[name]).run(config)
 
 
