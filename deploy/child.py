@@ -46,7 +46,9 @@ class Child:
         """Start the process in its own process group. Its output goes to the log, after that of earlier starts."""
         environ = {**os.environ, **self._command.environ, _PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         self.num_starts += 1
-        with self.log_path.open("wb" if self._process is None else "ab") as log:
+        if self._process is None:
+            self.log_path.write_bytes(b"")
+        with self.log_path.open("ab") as log:  # a log that something else cuts to nothing begins at its start again
             self._process = subprocess.Popen(
                 self._command.argv,
                 stdin=subprocess.DEVNULL,
@@ -87,6 +89,8 @@ class Child:
     def new_lines(self) -> list[str]:
         """Return the complete log lines written since the last call."""
         with self.log_path.open("rb") as log:
+            if log.seek(0, os.SEEK_END) < self._log_offset:
+                self._log_offset = 0  # it was cut
             log.seek(self._log_offset)
             data = log.read()
         self._log_offset += len(data)

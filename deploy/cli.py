@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..metadata.errors import BatonError
+from ..metadata.service_manager import notify
 from .child import die_with_parent
 from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, nearest, replaced_flags, resolve
@@ -105,6 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         if _is_debug(argv):
             raise
         print(f"baton: error: {error}", file=sys.stderr)
+        notify(words=f"error: {error}")
         return error.exit_status
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
@@ -244,14 +246,22 @@ def _run_process(name: str, config: Any) -> int:
     """Run a router or a node in this process. Its log starts here."""
     if name != "router":  # before torch is loaded
         checks = _module("engine.checkpoint.model_check")
-        (config,) = checks.fetched([config], _module("deploy.terminal").say)
+        (config,) = checks.fetched([config], _say)
         checks.check_model(config)
     # OpenMP threads that spin while they wait take the cores of the other processes on this host. Must be set before
     # torch loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     process_name = name if name == "router" else _module("engine.startup").node_id(config, name)
-    _module("metadata.logs").setup_logging(config, process_name)
+    logs = _module("metadata.logs")
+    logs.setup_logging(config, process_name)
+    logs.log_uncaught()
     return _module(_PROCESSES[name]).run(config)
+
+
+def _say(text: str) -> None:
+    """Print an event of the time before a node's log starts."""
+    _module("deploy.terminal").say(text)
+    notify("starting", text)
 
 
 def _print(configs: Mapping[str, Any]) -> int:

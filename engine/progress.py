@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
+from ..metadata.service_manager import notify
+
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # how much is done, of how much
@@ -59,6 +61,7 @@ class ProgressBar:
         done, total = num_done // self._unit_size, num_total // self._unit_size
         if is_last or now - self._shown >= (_LOG_EVERY_S if terminal is None else _DRAW_EVERY_S):
             self._shown = now
+            notify("starting", f"{self._what}: {done} of {total}{self._unit}")
             if terminal is None:
                 logger.info("%s: %d of %d%s", self._what, done, total, self._unit)
             elif logger.isEnabledFor(logging.INFO):

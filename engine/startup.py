@@ -18,6 +18,7 @@ from ..metadata.errors import ConfigError, Refused
 from ..metadata.garbage import Garbage
 from ..metadata.handoff.endpoint import Endpoint
 from ..metadata.handoff.transports.registry import TRANSPORTS
+from ..metadata.service_manager import notify
 from ..metadata.wire.membership import Hello
 from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, fields_since
@@ -123,6 +124,7 @@ def serve(
                 membership.wait() if steps is None else steps.sleep(membership.wait)
     except Refused as error:
         logger.error("%s", error)
+        notify(words=str(error))
         return error.exit_status
     finally:
         membership.close()

@@ -10,13 +10,16 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import TextIO
 
 from .config import ProcessConfig
+from .errors import BatonError
 
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 _COLOURS = {"D": "\x1b[2m", "W": "\x1b[33m", "E": "\x1b[31m", "C": "\x1b[31;1m"}
@@ -38,6 +41,21 @@ def setup_logging(config: ProcessConfig, process_name: str) -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("baton").setLevel(config.log_level.upper())
     logging.getLogger("asyncio").addFilter(_FIRST_LINE)
+
+
+def log_uncaught() -> None:
+    """From now on, log the exceptions that end this process or one of its threads, in place of Python's own report."""
+    sys.excepthook = _log_fatal
+    threading.excepthook = lambda ended: _log_fatal(ended.exc_type, ended.exc_value, ended.exc_traceback)
+
+
+def _log_fatal(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """Log an exception that nobody caught. Its message is left out, unless it is Baton's own or is about the device or
+    the system."""
+    if isinstance(error, BatonError | ImportError | OSError | RuntimeError | KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    elif not issubclass(kind, SystemExit):
+        logging.getLogger("baton").critical("ended by a defect", exc_info=error)
 
 
 class _FirstLine(logging.Filter):

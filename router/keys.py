@@ -67,7 +67,7 @@ class KeysFile:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._complaint = ""
+        self.complaint = ""  # why the file is not used as it is now
         self._seen, text = _text(self._path)
         self.keys = parse_keys(path, text)
 
@@ -84,14 +84,14 @@ class KeysFile:
         except ConfigError as error:
             self.complain(str(error))
             return False
-        self._complaint = ""
+        self.complaint = ""
         logger.info("api_keys %s: read again, %d keys", self._path, len(self.keys))
         return True
 
     def complain(self, words: str) -> None:
         """Log once why the file is not used."""
-        if words != self._complaint:
-            self._complaint = words
+        if words != self.complaint:
+            self.complaint = words
             logger.error("%s; the keys read before stay in force", words)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
 from functools import partial
 from ipaddress import ip_address
@@ -20,6 +21,7 @@ from ..metadata.bus.hub import Hub
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.garbage import Garbage
+from ..metadata.service_manager import notify
 from .config import RouterConfig
 from .dispatching.runner import RunningDispatcher
 from .figures.export import TraceExport, configured_export
@@ -32,7 +34,7 @@ from .text.tokenizer import start_threads
 logger = logging.getLogger(__name__)
 _http_logger = logging.getLogger("aiohttp.server")
 _http_logger.addFilter(ClientErrorFilter())
-_LOOK_S = 0.5  # between two looks whether garbage can be collected
+_LOOK_S = 0.5  # between two looks whether keys have changed, and garbage can be collected
 
 
 class Router:
@@ -109,6 +111,7 @@ class Router:
     async def drain(self) -> None:
         """Take no new requests, and wait for running ones up to drain_timeout_s."""
         self.api.drain()
+        notify("stopping", self.words, limit_s=self.config.drain_timeout_s)
         deadline = time.monotonic() + self.config.drain_timeout_s
         while self._num_requests() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -164,6 +167,19 @@ class Router:
         await listener.open(self.config.host, self.config.port)
         return listener
 
+    def reload(self) -> None:
+        """Read the file of API keys now. What is wrong with it is logged."""
+        logger.info("received SIGHUP: reading api_keys %s", self.config.api_keys or "again, but none is set")
+        self.api.access.look()
+
+    @property
+    def words(self) -> str:
+        """A line for the service manager: whether the router serves, and what is missing."""
+        if self.api.is_draining:
+            return f"takes no new requests; {self._num_requests()} finish"
+        reasons = (self.api.why_not_ready() or "ready", self.api.access.complaint)
+        return "; ".join(filter(None, (f"serves {self.url}", self.api.joined_words, *reasons)))
+
     @property
     def is_idle(self) -> bool:
         """Whether no client waits for an answer."""
@@ -176,6 +192,7 @@ class Router:
 def run(config: RouterConfig) -> int:
     """Run a router until SIGTERM or SIGINT; a second signal ends it at once. Returns the exit status.
 
+    SIGHUP reads the API keys again; in a router on a terminal it means that the terminal has closed, and ends it.
     Raises ConfigError if it cannot start.
     """
     return uvloop.run(_main(config))
@@ -194,20 +211,25 @@ async def _main(config: RouterConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if not sys.stderr.isatty():
+        loop.add_signal_handler(signal.SIGHUP, router.reload)
     await router.start()
-    tidying = asyncio.create_task(_collect_garbage(Garbage(), router))
+    notify("ready", router.words)
+    upkeep = asyncio.create_task(_keep_up(Garbage(), router))
     await stop.wait()
     logger.info("shutting down")
     drain = asyncio.create_task(router.drain())
     at_once = asyncio.create_task(now.wait())
     await asyncio.wait((drain, at_once), return_when=asyncio.FIRST_COMPLETED)
-    for task in (drain, at_once, tidying):
+    for task in (drain, at_once, upkeep):
         task.cancel()
     await router.stop()
     return 0
 
 
-async def _collect_garbage(garbage: Garbage, router: Router) -> None:
+async def _keep_up(garbage: Garbage, router: Router) -> None:
     while True:
         await asyncio.sleep(_LOOK_S)
+        router.api.access.look()
+        notify("alive", router.words)
         garbage.look(time.monotonic(), is_idle=router.is_idle)

@@ -24,7 +24,7 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 MAX_COLUMNS = 100
 SCRIPTS = [path for folder in ("deploy", "tests") for path in (ROOT / folder).rglob("*.py")]
 COMMANDS = tuple(SUMMARIES)
-OTHERS_FLAGS = {"--help", "--target"}  # of every command, of pip
+OTHERS_FLAGS = {"--help", "--now", "--target"}  # of every command, of systemctl, of pip
 
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join((*PRODUCT, 'docs', 'tests'))})/[\w./-]*")
 _FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z0-9]+)*(?![\w-])")

@@ -28,7 +28,10 @@ MAY_IMPORT = {  # imports run downwards only
 }
 # The parts of metadata/ that engine/ may import: schema and wire types, and what every process needs.
 ENGINE_READS = {
-    *(f"baton.metadata.{name}" for name in ("config", "errors", "estimate", "garbage", "logs", "parent", "wire")),
+    *(
+        f"baton.metadata.{name}"
+        for name in ("config", "errors", "estimate", "garbage", "logs", "parent", "service_manager", "wire")
+    ),
     *(
         f"baton.metadata.handoff.{name}"
         for name in (

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
+from ...metadata import service_manager
 from ...metadata.errors import BatonError, RankLost
 from ...metadata.parent import die_with
 from .group import START_TIMEOUT_S
@@ -251,6 +252,7 @@ def _run_rank(
 ) -> None:
     """Run a rank in its process, a child of process `parent`, and send the error that ends it."""
     die_with(parent)
+    service_manager.forget()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     beat(beats)

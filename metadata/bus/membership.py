@@ -20,6 +20,7 @@ from typing import Protocol
 import zmq
 
 from ..errors import Refused
+from ..service_manager import notify
 from ..wire.membership import IDLE, Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load, NodeStats, PoolLedger
@@ -136,6 +137,7 @@ class Membership:
     def start(self) -> None:
         """Say Hello and start the heartbeat."""
         logger.info("looking for the router at %s", self._router_address)
+        notify("starting", f"looking for the router at {self._router_address}")
         self._session.start()
         self._heartbeat.start()
 
@@ -150,7 +152,10 @@ class Membership:
         self._complain_without_router()
         work: list[RouterWork | RouterGone] = []
         todo = self._session.take(self._link.receive())
-        self._num_welcomes += sum(isinstance(item, Joined) for item in todo)
+        num_welcomes = sum(isinstance(item, Joined) for item in todo)
+        if num_welcomes:
+            notify("ready" if not self._num_welcomes else None, f"serves the router at {self._router_address}")
+        self._num_welcomes += num_welcomes
         self._heartbeat.speak(self._session.protocol, self._num_welcomes)
         for item in todo:
             match item:
@@ -161,6 +166,7 @@ class Membership:
                 case RouterChanged(router_epoch=epoch):
                     work.append(RouterGone(f"the router is another one now ({epoch})"))
                 case RouterLost(silence_s=silence_s):
+                    notify(words=f"has lost the router at {self._router_address}, and looks for it")
                     work.append(RouterGone(f"no message from the router for {silence_s:.1f} s"))
                 case RouterRefused(reason=reason):
                     raise Refused(reason)
@@ -193,6 +199,7 @@ class Membership:
         now = time.monotonic()
         if now - self._reported_at >= REPORT_INTERVAL_S:
             self._reported_at = now
+            notify("alive")
             self._heartbeat.report(self.member.load(), self.member.stats())
             self.member.handoff.allow_for(self._heartbeat.round_trip_s)
 
@@ -225,6 +232,7 @@ class Membership:
         if self._is_asked_to_leave and self._leaving_until is None:
             logger.info("leaving: taking nothing new, %s", "nothing held" if self.member.is_idle else "finishing")
             self._leaving_until = time.monotonic() + self._drain_timeout_s
+            notify("stopping", f"finishes its requests, in {self._drain_timeout_s:g} s", limit_s=self._drain_timeout_s)
             self.send(Leaving(done=False))
         if self._leaving_until is None:
             return False
@@ -260,6 +268,7 @@ class Membership:
             self._unwelcome_log_s = min(2 * self._unwelcome_log_s, MAX_UNWELCOME_LOG_S)
             where, why = self._router_address, self._why_unwelcome()
             logger.warning("no router has welcomed this node at %s: %s", where, why)
+            notify("starting", f"no router has welcomed this node at {where}: {why}")
 
     def _why_unwelcome(self) -> str:
         """Return why a router has not welcomed this node. A router with an allow-list does not answer a key that is not

@@ -68,3 +68,20 @@ def test_a_flag_is_left_out_at_the_next_start(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert child.tail()[-1].strip() == shown
         child.forget("--expect")
+
+
+def test_a_log_may_be_cut_while_its_process_writes(tmp_path: Path) -> None:
+    """logrotate does so with `copytruncate`."""
+    writer = "import time, sys; print('a long first line', flush=True); time.sleep(0.01)\n"
+    writer += "while True: print('x', flush=True); time.sleep(0.01)"
+    child = Child(Command("router", "router", [sys.executable, "-c", writer], {}), tmp_path)
+    child.start()
+    try:
+        while "x" not in child.new_lines():
+            time.sleep(0.01)
+        child.log_path.write_bytes(b"")
+        while "x" not in child.new_lines():
+            time.sleep(0.01)
+        assert set(child.tail()) == {"x"}, "no hole stands before what is written after"
+    finally:
+        child.kill()

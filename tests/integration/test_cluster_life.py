@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cluster import Cluster, Process, wait_until
+from service_manager import ServiceManager
 
 from baton.deploy import cli
 from baton.metadata.bus.allow_list import line_of
@@ -24,16 +25,25 @@ NewCluster = Callable[..., Cluster]
 
 def test_processes_start_in_any_order_and_nodes_join_late(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
-    cluster.start_node("decode", "decode-0")
-    cluster.start_router()
-    wait_until(lambda: _status(cluster, "/health") == 200, "the router listens")
-    assert _status(cluster, "/ready") == 503
-    cluster.start_node("prefill", "prefill-0")
-    cluster.wait_ready(num_nodes=2)
-    first = cluster.complete("hello", max_tokens=5, temperature=0)["choices"][0]["text"]
-    cluster.start_node("decode", "decode-1")
-    wait_until(lambda: len(cluster.nodes()) == 3, "the late node has joined")
-    assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"][0]["text"] == first
+    with ServiceManager() as manager:
+        cluster.environ = lambda name: {"NOTIFY_SOCKET": manager.address} if name == "decode-0" else {}
+        cluster.start_node("decode", "decode-0")
+        manager.hear("STATUS=looking for the router")
+        assert "READY=1" not in manager.said
+        cluster.start_router()
+        manager.hear("READY=1")
+        wait_until(lambda: _status(cluster, "/health") == 200, "the router listens")
+        assert _status(cluster, "/ready") == 503
+        cluster.start_node("prefill", "prefill-0")
+        cluster.wait_ready(num_nodes=2)
+        first = cluster.complete("hello", max_tokens=5, temperature=0)["choices"][0]["text"]
+        cluster.start_node("decode", "decode-1")
+        wait_until(lambda: len(cluster.nodes()) == 3, "the late node has joined")
+        assert cluster.complete("hello", max_tokens=5, temperature=0)["choices"][0]["text"] == first
+        cluster.processes["decode-0"].send_signal(signal.SIGTERM)
+        manager.hear("STOPPING=1")
+        assert cluster.processes["decode-0"].wait() == 0
+        assert [manager.said.count(line) for line in ("READY=1", "STOPPING=1")] == [1, 1]
 
 
 def test_a_router_that_is_restarted_needs_no_canaries(new_cluster: NewCluster) -> None:

@@ -72,8 +72,13 @@ def test_the_wheel_holds_the_program_and_the_demo_model_alone(wheel: Path, capsy
     code = (path for folder in folders for path in (ROOT / folder).rglob("*.py") if "training" not in path.parts)
     data = (path for path in (ROOT / "deploy" / "demo").rglob("*") if path.suffix in (".json", ".md", ".safetensors"))
     times = (ROOT / "deploy" / "simulation" / "measured").glob("*.json")
+    for_operators = (
+        path for name in ("dashboards/*", "nginx.conf", "systemd/*") for path in (ROOT / "deploy").glob(name)
+    )
     page = (path for path in (ROOT / "router" / "http" / "page" / "static").rglob("*") if path.is_file())
-    expected = {f"baton/{path.relative_to(ROOT)}" for path in (*code, *data, *times, *page)} | {"baton/__init__.py"}
+    expected = {f"baton/{path.relative_to(ROOT)}" for path in (*code, *data, *times, *for_operators, *page)} | {
+        "baton/__init__.py"
+    }
     assert set(names) == expected
     assert "baton/deploy/demo/LICENSE-DATA.md" in names
     assert "LICENSE" in {Path(name).name for name in licences}

@@ -9,12 +9,13 @@ import json
 import logging
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from baton.metadata.config import ProcessConfig
-from baton.metadata.logs import Throttle, setup_logging, size_in_words
+from baton.metadata.logs import Throttle, log_uncaught, setup_logging, size_in_words
 
 logger = logging.getLogger("baton.test")
 Lines = Callable[..., list[str]]
@@ -96,6 +97,28 @@ def test_a_task_that_fails_unseen_is_logged_without_its_exceptions_message(lines
     page = "\n".join(lines(lambda: asyncio.run(forget())))
     assert "Task exception was never retrieved" in page and "raise ValueError(text)" in page
     assert text not in page
+
+
+def test_an_exception_that_ends_a_process_or_a_thread_is_logged_without_its_message(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    error = ValueError("the prompt")
+
+    def fail() -> None:
+        raise error
+
+    def end() -> None:
+        log_uncaught()
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        sys.excepthook(ValueError, error, error.__traceback__)
+
+    said = lines(end)
+    assert sum("ended by a defect" in line for line in said) == said.count("ValueError") == 2
+    assert not any("the prompt" in line for line in said)
 
 
 def test_text_from_a_peer_cannot_forge_a_log_line(lines: Lines) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from key_files import Listed
+from service_manager import ServiceManager
 
 from baton.metadata.errors import ConfigError
 from baton.router.config import RouterConfig
@@ -49,6 +50,29 @@ def test_a_process_from_start_to_end(number: signal.Signals) -> None:
         os.kill(process.pid, number)
         assert process.wait(10) == 0
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_router_tells_its_service_manager_when_it_serves_what_is_wrong_and_that_it_stops(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    start = START.replace("RouterConfig(", f"RouterConfig(api_keys={str(keys)!r}, ")
+    with ServiceManager() as manager, ExitStack() as end:
+        environ = {**os.environ, "NOTIFY_SOCKET": manager.address}
+        process = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.PIPE, text=True, env=environ)
+        end.enter_context(process)
+        end.callback(process.kill)
+        assert "serves http://127.0.0.1:" in manager.hear("STATUS=")
+        assert manager.said[0] == "READY=1"
+        keys.write_text("a b c d e\n")
+        process.send_signal(signal.SIGHUP)
+        assert "line 1: it has 5 words" in manager.hear("keys, line"), "and the router lives"
+        process.send_signal(signal.SIGTERM)
+        manager.hear("STOPPING=1")
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert "received SIGHUP: reading api_keys" in log and "the keys read before stay in force" in log
+        assert (manager.said.count("READY=1"), manager.said.count("STOPPING=1")) == (1, 1)
 
 
 @pytest.mark.parametrize("which", ["http", "nodes"])

@@ -169,13 +169,22 @@ class Access:
         """Record how long a request took. The estimate in Retry-After is made from these."""
         self._durations.observe(seconds)
 
+    def look(self) -> None:
+        """Read the keys' file again if it has changed."""
+        if self._file is not None and self._file.look():
+            self._read_again()
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong with the keys' file; empty if nothing is."""
+        return self._file.complaint if self._file is not None else ""
+
     def _known(self, http_request: web.Request) -> Caller | None:
         scheme, _, given = http_request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = http_request.headers.get("x-api-key", "")
         given = given.strip()
-        if self._file is not None and self._file.look():
-            self._read_again()
+        self.look()
         return self._callers.get(digest_of(given)) if given else None
 
     def _of_tenant(self, http_request: web.Request, caller: Caller) -> Caller:
