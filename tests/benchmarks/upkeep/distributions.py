@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Build the files of a release from the commit that is checked out.")
     parser.add_argument("out", type=Path, nargs="?", default=ROOT / "dist", help="a folder, which is emptied first")
     out: Path = parser.parse_args().out.absolute()
     shutil.rmtree(out, ignore_errors=True)
