@@ -9,7 +9,7 @@ RUN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up format lint types quick tests test clean
+.PHONY: help setup up format lint types quick tests test dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test: lint types tests ## everything that must pass before a change goes in; ARG
 tests: setup ## the tests alone; ARGS="tests/router -k name" picks some
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(RUN)/pytest -q $$(sed 's/#.*//' tests/other_processor.txt)
 	OMP_NUM_THREADS=1 $(RUN)/python tests/rooms.py $(ARGS)
+
+dist: setup ## build the files of a release from the commit: sdist, wheel, bill of materials, checksums
+	$(RUN)/python tests/benchmarks/upkeep/distributions.py
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

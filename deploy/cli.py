@@ -85,6 +85,7 @@ _PROCESSES = {"router": "router.main", "prefill": "prefill_node.main", "decode":
 _EXTRAS = {  # module that may be absent: who needs it, and the extra that brings it
     "torch": ("a node", "node"),
     "numpy": ("a node", "node"),
+    "numba": ("a node", "node"),
     "safetensors": ("a node", "node"),
     "rich": ("`baton top`", "terminal"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import tomllib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -56,7 +57,7 @@ TEST_FOLDERS = {  # folders of tests/ that mirror no folder of the product
     "benchmarks/made_models": "checkpoints whose text is known in advance",
     "benchmarks/ranks": "times of ranks, and of the handoff",
     "benchmarks/serving": "times of the router and of the whole system over HTTP",
-    "benchmarks/upkeep": "what is run by hand before a release: counts of the tree, changed code, hours of faults",
+    "benchmarks/upkeep": "what is run by hand before a release, and the build of its files",
     "chaos": "faults in real processes, and the fault injector",
     "fuzz": "random input to the decoders",
     "gpu": "tests that need a GPU",
@@ -485,10 +486,11 @@ def test_every_module_has_a_docstring() -> None:
 
 
 def test_every_pin_is_exact_and_portable() -> None:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
-    assert pins == sorted(pins, key=lambda pin: pin.split("==")[0].lower())
-    for pin in pins:
+    parts = [part.splitlines() for part in (ROOT / "constraints.txt").read_text().split("\n\n")]
+    pins = [[line for line in part if not line.startswith("#")] for part in parts]
+    for part in pins:
+        assert part == sorted(part, key=lambda pin: pin.split("==")[0].lower())
+    for pin in itertools.chain.from_iterable(pins):
         name, _, version = pin.partition("==")
         assert name, pin
         assert version, pin

@@ -34,7 +34,7 @@ from .config import DoctorConfig
 from .gpu_facts import GpuFacts, read_gpus
 
 _DISTRIBUTION = "baton-serve"
-_EXTRAS_OF_DEVELOPERS = frozenset({"test"})
+_EXTRAS_OF_DEVELOPERS = frozenset({"browser", "test"})
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[.*?\])?(?:>=([\d.]+))?[^;]*(?:;.*extra == ["']([\w-]+)["'])?""")
 _CONNECT_S = 3.0
 _BATON = ("baton", "baton.deploy.cli")  # a word of every command line of Baton, without directories

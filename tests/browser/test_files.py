@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,10 +39,3 @@ def test_a_module_makes_no_markup_of_text_stores_nothing_and_imports_what_exists
 def test_every_element_that_a_module_asks_for_is_in_the_document(path: Path) -> None:
     ids = set(re.findall(r'\bid="([^"]+)"', INDEX))
     assert set(re.findall(r'byId\("([^"]+)"\)', path.read_text())) <= ids
-
-
-def test_the_licence_of_vendored_code_is_part_of_the_distribution() -> None:
-    root = Path(__file__).parents[2]
-    licences = tomllib.loads((root / "pyproject.toml").read_text())["project"]["license-files"]
-    vendored = {path.relative_to(root).as_posix() for path in (STATIC / "vendor").rglob("LICENSE*")}
-    assert vendored and vendored <= set(licences)
