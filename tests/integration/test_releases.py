@@ -112,7 +112,8 @@ def test_streams_survive_an_upgrade_and_a_router_that_goes_back(new_cluster: New
             load.change(members, name, goal)
         for name in members.names[1:]:
             joined = [line for line in cluster.processes[name].log.splitlines() if "joined router" in line]
-            assert [line.rpartition(" ")[2] for line in joined] == [str(PROTOCOL_MAX), str(OLD)], joined
+            agreed = [int(line.rpartition(" ")[2]) for line in joined]  # more than once with a router, if it was silent
+            assert [*dict.fromkeys(agreed)] == [*dict.fromkeys((PROTOCOL_MAX, OLD))], joined
     load.judge()
 
 
