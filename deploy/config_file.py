@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..metadata.errors import ConfigError
-from .flags import Setting, instead, nearest, replaced_key, settings_of
+from . import foreign_flags
+from .flags import Setting, nearest, replaced_key, settings_of
 
 
 def read_tables(path: str, known: Mapping[str, Mapping[str, Setting]]) -> dict[str, dict[str, Any]]:
@@ -43,8 +44,9 @@ def _checked(path: str, name: str, table: Mapping[str, Any], settings: Mapping[s
         if key in values:
             raise ConfigError(f"{path}: [{name}] sets {key} twice, once by its old name; keep {key}")
         if key not in settings:
-            flags = {setting.flag: setting for setting in settings.values()}
-            hint = nearest(key, settings) or instead(f"--{key.replace('_', '-')}", flags)
+            flags = {setting.flag for setting in settings.values()}
+            clause = foreign_flags.hint(f"--{key.replace('_', '-')}", flags)
+            hint = f"; {clause}" if clause is not None else nearest(key, settings)
             raise ConfigError(f"{path}: [{name}] has no setting {key!r} (value {value!r}){hint}")
         try:
             values[key] = settings[key].check(value)

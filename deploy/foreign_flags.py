@@ -1,6 +1,7 @@
-"""Flags and commands of other servers, and what stands in their place here. Errors name it.
+"""Flags and commands of other servers and of earlier releases, and what stands in their place here. Errors name it.
 
-The names are those of vLLM, SGLang, TensorRT-LLM, llama.cpp and Dynamo.
+The names are those of vLLM, SGLang, TensorRT-LLM, llama.cpp and Dynamo. A flag that a release renames or removes is
+listed here, too: configuration files of earlier releases have it as a key.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import re
 from collections.abc import Container
 
 FLAGS = {  # name: a clause that says what to do
+    "--log-json": "the flag is --log-format json (without it, lines are text)",
+    "--no-log-json": "the flag is --log-format text",
     "-tp": "the flag is --tp",
     "--tensor-parallel-size": "the flag is --tp",
     "--tp-size": "the flag is --tp",
@@ -122,8 +125,8 @@ _BATON_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
 def hint(name: str, known: Container[str]) -> str | None:
-    """Return what to do instead of giving a flag of another server; None: no other server has it. `known`: the flags of
-    the command that it was given to."""
+    """Return what to do instead of giving a flag that is listed here; None: it is not. `known`: the flags of the
+    command that it was given to."""
     clause = FLAGS.get(name) or FLAGS.get(name.replace("_", "-"))
     if clause is None:
         return None
