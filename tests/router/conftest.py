@@ -58,7 +58,7 @@ class RunningRouter:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(5)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
 
     def wait_ready(self, timeout: float = 30.0) -> None:
         deadline = time.monotonic() + timeout

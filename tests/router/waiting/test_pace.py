@@ -354,6 +354,7 @@ def test_clients_that_do_not_come_back_delay_no_other_client(official: OpenAI) -
     assert server.longest_told < 1.5 * 5
 
 
+@pytest.mark.timing
 def test_most_clients_that_come_back_when_told_are_served(make_system: Callable[..., System]) -> None:
     """There are twenty clients for two slots and three places. Each comes again when it was told to."""
     system = make_system(router={"max_waiting": 3}, max_running=2).up()
