@@ -429,7 +429,7 @@ except zmq.Again:
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "a.plan")],
         check=True,
-        timeout=60,
+        timeout=200,
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
