@@ -357,8 +357,8 @@ def test_clients_that_do_not_come_back_delay_no_other_client(official: OpenAI) -
 
 
 def test_clients_that_come_back_when_told_are_all_served(make_system: Callable[..., System]) -> None:
-    """There are twenty clients for two slots and three places, so fifteen or more are refused. Each comes again when it was
-    told to."""
+    """There are twenty clients for two slots and three places, so fifteen or more are refused. Each comes again when it
+    was told to."""
     system = make_system(router={"max_waiting": 3}, max_running=2).up()
     system.behaviour.step_s = 0.01  # a request takes about 0.2 s
     system.behaviour.hold = threading.Event()

@@ -176,6 +176,7 @@ def test_tenants_share_the_room_for_bodies(make_system: Any, tmp_path: Path) -> 
         1 << 18
     )
     held = [opened_with(system, head + b"{" * ((1 << 18) - 10)) for _ in range(2 * bodies.MAX_BODIES)]
+    wait_until(lambda: any(map(_has_answer, held)))
     refused = [connection for connection in held if _has_answer(connection)]
     assert 0 < len(refused) < len(held) - bodies.MAX_BODIES + 1
     body = {"tokens": [], "model": "a" * 200_000}
