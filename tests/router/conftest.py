@@ -79,7 +79,7 @@ class RunningRouter:
         if data is not None:
             request.add_header("Content-Type", "application/json")
         try:
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with urllib.request.urlopen(request, timeout=120) as response:
                 status, raw, given = response.status, response.read(), dict(response.headers)
         except urllib.error.HTTPError as error:
             with error:

@@ -64,7 +64,7 @@ def test_a_connection_without_a_request_is_closed(
     monkeypatch.setattr(connection, "FIRST_REQUEST_S", 60.0 if has_answer else 0.4)
     monkeypatch.setattr("baton.router.main.KEEP_ALIVE_S", 0.4)
     host, port = make_system().router.url.removeprefix("http://").rsplit(":", 1)
-    with socket.create_connection((host, int(port)), timeout=20) as client:
+    with socket.create_connection((host, int(port)), timeout=120) as client:
         if has_answer:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 ")
@@ -178,7 +178,7 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 def connect(router: RunningRouter) -> socket.socket:
     host, port = router.url.removeprefix("http://").rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=120)
 
 
 def completion(*, stream: bool = False, version: str = "1.1", **more: Any) -> bytes:
