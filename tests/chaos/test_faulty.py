@@ -46,6 +46,9 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FaultyProcess:
     return FaultyProcess(monkeypatch, tmp_path)
 
 
+QUIET_LOOKS = 50  # of at least 10 ms each, longer than the longest delay of a message
+
+
 class Bus:
     """A hub and one node's link, connected."""
 
@@ -59,20 +62,21 @@ class Bus:
     def _take(self, _peer: bytes, message: ToRouter) -> None:
         self.arrived["out"].append(message)
 
-    async def send(self, way: Way, messages: Sequence[Any], quiet_s: float = 0.4) -> list[Any]:
-        """Send the messages. Returns those that arrived, once none has arrived for `quiet_s`."""
-        before, seen_at = len(self.arrived[way]), time.perf_counter()
+    async def send(self, way: Way, messages: Sequence[Any]) -> list[Any]:
+        """Send the messages. Returns those that arrived, once none has arrived for QUIET_LOOKS looks."""
+        before, num_quiet = len(self.arrived[way]), 0
         for message in messages:
             _ = self.link.send(message) if way == "out" else self.hub.send(PEER, message)
         poller = zmq.Poller()
         poller.register(self.link.socket, zmq.POLLIN)
-        while time.perf_counter() - seen_at < quiet_s:
+        while num_quiet < QUIET_LOOKS:
+            num_quiet += 1
             poller.poll(5)  # as an idle node does
             num_known = sum(map(len, self.arrived.values()))
             self.arrived["in"] += self.link.receive()
             await asyncio.sleep(0.005)
             if sum(map(len, self.arrived.values())) > num_known:
-                seen_at = time.perf_counter()
+                num_quiet = 0
         return self.arrived[way][before:]
 
     @property
@@ -425,7 +429,7 @@ except zmq.Again:
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "a.plan")],
         check=True,
-        timeout=60,
+        timeout=200,
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,

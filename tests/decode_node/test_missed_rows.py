@@ -12,7 +12,7 @@ import drafters
 import pytest
 import torch
 from heads import ALGORITHM, HYPER, HYPER_LAYERED, write_head
-from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps, start_together
+from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps, has_generated, start_together
 from node_pair import NodePair, node_pairs, params
 from solo import gather
 from thinned import thinned
@@ -119,8 +119,7 @@ def run_all(pair: NodePair, phase: str, reference: Plain) -> None:
                 pair.submit(f"{phase} {case.ask.name}", case.prompt, case.params, n=case.ask.n)
         if not pair.decode.scheduler.preempted:  # else these wait for rounds
             start_together(pair)
-        first = pair.results[f"{phase} {ASKS[0].name}", 0]
-        pair.step_until(lambda first=first: len(first.ids) > 2)
+        pair.step_until(lambda: has_generated(pair, f"{phase} {ASKS[0].name}", 3))
         if phase == "preempted":
             pair.decode.settle()
             for running in list(pair.decode.scheduler.running)[::2]:

@@ -25,7 +25,7 @@ def chat(server: Server, text: str, *argv: str, **environ: str) -> subprocess.Co
         capture_output=True,
         text=True,
         errors="surrogateescape",
-        timeout=30,
+        timeout=200,
         env={**os.environ, **environ},
         check=False,
     )
@@ -103,7 +103,7 @@ def test_the_key_comes_from_the_environment(server: Server) -> None:
 
 def test_an_unreachable_router_is_an_error() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    result = subprocess.run([*CHAT, url], input="hello\n", capture_output=True, text=True, timeout=30, check=False)
+    result = subprocess.run([*CHAT, url], input="hello\n", capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
     assert f"nothing listens at {url}" in result.stderr

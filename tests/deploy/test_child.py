@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from patience import wait_until
 
 from baton.deploy.child import Child, Command
 
@@ -35,10 +35,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         pid = int(process.stdout.readline())
         assert psutil.pid_exists(pid)
         process.kill()
-    deadline = time.monotonic() + 5
-    while _is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _is_alive(pid)
+    wait_until(lambda: not _is_alive(pid), "the child has ended")
 
 
 def _is_alive(pid: int) -> bool:
@@ -63,9 +60,7 @@ def test_a_flag_is_left_out_at_the_next_start(tmp_path: Path) -> None:
     child = Child(Command("router", "router", argv, {}), tmp_path)
     for shown in ("['--expect=a=1', '--expected=2']", "['--expected=2']"):
         child.start()
-        deadline = time.monotonic() + 10
-        while child.is_running and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not child.is_running, "the child has ended")
         assert child.tail()[-1].strip() == shown
         child.forget("--expect")
 

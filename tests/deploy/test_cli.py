@@ -21,7 +21,7 @@ from baton.metadata.bus.curve import KeyPair
 COMMAND = [sys.executable, "-P", "-m", "baton.deploy.cli"]
 
 
-def baton(*argv: str, timeout: float = 30, **environ: str) -> subprocess.CompletedProcess[str]:
+def baton(*argv: str, timeout: float = 200, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *argv], capture_output=True, text=True, timeout=timeout, env={**os.environ, **environ}, check=False
     )

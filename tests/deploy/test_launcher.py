@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from patience import wait_until
 
 from baton.decode_node.config import DecodeConfig
 from baton.deploy import launcher, restarts
@@ -85,10 +86,13 @@ class Running:
         self._client = Client.local("127.0.0.1", port, None)
         self._plan = plan(decode, router, **{"stop_timeout_s": 1.0, "ready_timeout_s": 20.0, **up})
         self._run_dir = run_dir
+        self._is_watching = threading.Event()  # the launcher has seen that all are ready
 
     def run(self, script: threading.Thread | None = None) -> int:
         with Signals() as signals:
             launcher = Launcher(self._plan, list(self.children.values()), self._client, self._run_dir, signals)
+            watch = launcher._watch
+            launcher._watch = lambda: (self._is_watching.set(), watch())[1]  # type: ignore[method-assign]
             if script is not None:
                 script.start()
             try:
@@ -99,16 +103,15 @@ class Running:
                 assert not any(child.is_running for child in self.children.values())
 
     def until_ready(self) -> None:
-        while not self._client.is_ready():
-            time.sleep(0.02)
-        time.sleep(0.4)  # and the launcher has seen it too
+        wait_until(self._is_watching.is_set, "the launcher is ready")
 
 
-def until(holds: Callable[[], bool], words: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline, words()
-        time.sleep(0.05)
+def listen(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Return a function that returns what was written to the standard error so far. capfd would lose what is written
+    while it reads."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal.getvalue
 
 
 def interrupt() -> None:
@@ -154,21 +157,22 @@ def test_a_host_with_several_gpus_is_told_which_shape_serves_best(
 
 
 def test_figures_are_printed_while_the_cluster_runs_and_summed_up_at_its_end(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said = listen(monkeypatch)
     monkeypatch.setattr(launcher, "LOOK_EVERY_S", 0.1)
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
 
     def script() -> None:
         running.until_ready()
-        time.sleep(0.6)
+        wait_until(lambda: "tokens/s; " in said(), said)
         interrupt()
 
     assert running.run(threading.Thread(target=script)) == 0
-    said = capfd.readouterr().err.splitlines()
-    (line,) = (line for line in said if "tokens/s; " in line)
+    lines = said().splitlines()
+    line = next(line for line in lines if "tokens/s; " in line)
     assert "; 0 running; 0 waiting; 80% of drafts accepted, 5.0 tokens per round" in line
-    assert re.fullmatch(r"0 requests done; \d+ tokens \(.* while busy\); 0 moves, 0 restarts; logs in .*", said[-1])
+    assert re.fullmatch(r"0 requests done; \d+ tokens \(.* while busy\); 0 moves, 0 restarts; logs in .*", lines[-1])
 
 
 def test_a_child_that_dies_at_start_is_quoted(tmp_path: Path) -> None:
@@ -193,9 +197,7 @@ def test_a_child_that_dies_later_is_restarted(tmp_path: Path, capfd: pytest.Capt
         child = running.children["decode-0"]
         pids.append(child.pid)
         os.kill(child.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 10
-        while (child.pid == pids[0] or not child.is_running) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: child.pid != pids[0] and child.is_running, "it runs again")
         pids.append(child.pid)
         interrupt()
 
@@ -206,15 +208,21 @@ def test_a_child_that_dies_later_is_restarted(tmp_path: Path, capfd: pytest.Capt
 
 def test_a_role_that_cannot_start_any_more_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
-    # the second process lives only as long as it takes to be ready once
-    code = f"import pathlib, time\nmark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
-    code += "time.sleep(0 if mark.exists() else 1.5); mark.touch()"
+    mark = tmp_path / "mark"
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.02)"
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": code})
+
+    def script() -> None:
+        running.until_ready()
+        mark.touch()
+
     with pytest.raises(Unavailable, match=r"(?s)no decode process could start, 5 times in a row: decode-0 exited"):
-        Running(tmp_path, {"router": READY_SERVER, "decode-0": code}).run()
+        running.run(threading.Thread(target=script))
 
 
 def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node is restarted after ever longer waits, until the cause of its end is gone."""
+    said = listen(monkeypatch)
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.02)
     monkeypatch.setattr(restarts, "MAX_WAIT_S", 0.2)
     mark = tmp_path / "bad"
@@ -228,15 +236,12 @@ def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, monke
         pid = running.children["decode-0"].pid
         mark.touch()
         running.children["decode-1"].kill()
-        until(lambda: "the 8th time in a row" in said(), said)
+        wait_until(lambda: "the 8th time in a row" in said(), said)
         mark.unlink()
-        until(lambda: "decode-1 serves again" in said(), said)
+        wait_until(lambda: "decode-1 serves again" in said(), said)
         assert running.children["decode-0"].pid == pid and running.children["decode-0"].is_running
         interrupt()
 
-    terminal = io.StringIO()  # capfd loses what is written while it reads
-    monkeypatch.setattr(sys, "stderr", terminal)
-    said = terminal.getvalue
     assert running.run(threading.Thread(target=script)) == 0
     lines = [line for line in said().splitlines() if line.startswith("decode-1 ") and "serves again" not in line]
     assert lines[0].startswith("decode-1 was killed by signal 9; next start in 0.02 s; decode-0 serves on. Log: ")
@@ -246,20 +251,23 @@ def test_one_node_in_a_crash_loop_does_not_stop_the_others(tmp_path: Path, monke
     assert len(lines) == running.children["decode-1"].num_starts - 1, "one line for each death"
 
 
-def test_a_drained_node_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_drained_node_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = listen(monkeypatch)
+    monkeypatch.setattr(launcher, "LOOK_EVERY_S", 0.1)
     running = Running(tmp_path, {"router": READY_SERVER, "decode-0": SLEEPER})
 
     def script() -> None:
         running.until_ready()
         running.drained.touch()
-        time.sleep(2.5)
-        running.drained.unlink()
-        time.sleep(1.5)
+        for words in ("decode-0 rests", "all nodes take requests again"):
+            wait_until(lambda: words in said(), said)  # noqa: B023
+            time.sleep(0.5)  # several looks
+            running.drained.unlink(missing_ok=True)
         interrupt()
 
     assert running.run(threading.Thread(target=script)) == 0
-    said = capfd.readouterr().err.splitlines()
-    assert said.count("decode-0 rests") == said.count("all nodes take requests again") == 1
+    lines = said().splitlines()
+    assert lines.count("decode-0 rests") == lines.count("all nodes take requests again") == 1
 
 
 def test_a_child_that_does_not_stop_is_killed_and_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

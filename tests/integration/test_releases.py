@@ -87,16 +87,13 @@ def test_processes_of_two_releases_share_the_work(
     wait_until(lambda: _pairs(cluster) == ["ready"] * 4, lambda: cluster.tails(), 60)
     first = _texts(cluster, PROMPTS)
     assert _texts(cluster, PROMPTS[::-1])[::-1] == first  # in other company
-    stats = {name: books["stats"] for name, books in cluster.ledger()["nodes"].items()}
     for name, process in cluster.processes.items():
         agreed = OLD if name in old or "router" in old else PROTOCOL_MAX
         assert name == "router" or f", protocol {agreed}\n" in process.log, process.log
         assert "ValidationError" not in process.log, process.log  # what cannot be decoded
         if name.startswith("decode"):
             assert process.log.count(f"pages travel by {transport}") == 2, process.log
-        if name != "router":
-            counter = "prompt_tokens" if name.startswith("prefill") else "generated_tokens"
-            assert stats[name][counter] > 100, stats
+        assert name == "router" or "rid=cmpl-" in process.log, "it has served no request"
     alone = new_cluster().start(node_flags=["--transport", transport])
     assert _texts(alone, PROMPTS) == first
 

@@ -6,9 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
+from patience import wait_until
 
 CHILD = """
 import os, time
@@ -32,12 +32,9 @@ def test_a_stopped_child_ends_with_its_parent() -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         child.send_signal(signal.SIGSTOP)
         parent.kill()
-    deadline = time.monotonic() + 10
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child has ended")
 
 
 def test_a_child_whose_parent_has_ended_before_ends_at_once() -> None:
     program = CHILD.format(parent=os.getpid() + 1)
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=10).returncode == 1
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=100).returncode == 1

@@ -58,7 +58,7 @@ class RunningRouter:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(5)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
 
     def wait_ready(self, timeout: float = 30.0) -> None:
         deadline = time.monotonic() + timeout
@@ -79,7 +79,7 @@ class RunningRouter:
         if data is not None:
             request.add_header("Content-Type", "application/json")
         try:
-            with urllib.request.urlopen(request, timeout=20) as response:
+            with urllib.request.urlopen(request, timeout=120) as response:
                 status, raw, given = response.status, response.read(), dict(response.headers)
         except urllib.error.HTTPError as error:
             with error:

@@ -73,7 +73,7 @@ def test_a_rank_whose_peer_died_gets_an_error(tmp_path: Path) -> None:
 def test_the_time_that_an_operation_may_wait_can_change(tmp_path: Path) -> None:
     """Before service it is longer."""
     ranks, results = _start(be_late, 2, tmp_path / "meeting")
-    assert 0.2 < results.get(timeout=60) < 3.0
+    assert 0.2 < results.get(timeout=100) < 50.0, "the usual limit is longer"
     for rank in ranks:
         rank.kill()
         rank.join()

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from forked import forked_ranks
-from patience import load_factor
+from patience import load_factor, wait_until
 from rank_functions import echo, fail, hang, hang_in_group
 
 from baton.engine.ranks.group import CpuGroup
@@ -95,10 +95,8 @@ def test_an_idle_node_learns_of_a_dead_rank() -> None:
     with ready(2, echo) as processes:
         pids = processes.pids
         os.kill(pids[0], signal.SIGKILL)
-        deadline = time.monotonic() + 10
         with pytest.raises(RankLost, match="ended with exit code -9"):
-            while time.monotonic() < deadline:
-                processes.check()
+            wait_until(processes.check, "the rank's end is noticed")
         assert _are_gone(pids)
 
 
@@ -184,10 +182,7 @@ def test_no_rank_outlives_rank_0_not_even_a_stopped_one(tmp_path: Path) -> None:
             assert all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
         finally:
             rank_0.kill()
-    deadline = time.monotonic() + 10
-    while not _are_gone(pids):
-        assert time.monotonic() < deadline, pids
-        time.sleep(0.05)
+    wait_until(lambda: _are_gone(pids), f"{pids} have ended")
 
 
 def test_rank_0_that_ends_by_itself_does_not_wait_for_ranks(tmp_path: Path) -> None:
@@ -195,7 +190,7 @@ def test_rank_0_that_ends_by_itself_does_not_wait_for_ranks(tmp_path: Path) -> N
     command = _rank_0(tmp_path / "rank_0.py", "raise ValueError")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30 * load_factor(), check=False)
     assert ended.returncode == 1 and "ValueError" in ended.stderr
-    assert _are_gone([int(word) for word in ended.stdout.split()])
+    wait_until(lambda: _are_gone([int(word) for word in ended.stdout.split()]), "the ranks have ended")
 
 
 def test_a_rank_that_misses_an_operation_is_ended_after_the_timeout_of_the_group(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from thread_ranks import in_threads
 
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.products.ranked import RankRows
+from baton.engine.ranks import steps as group_steps
 from baton.engine.ranks.board import Board
 from baton.engine.ranks.group import TIMEOUT_S
 from baton.engine.ranks.steps import GroupSteps
@@ -47,7 +48,7 @@ def test_a_rank_that_sleeps_is_woken_by_the_first_that_has_work(boards: list[Boa
     def sleep(descriptors: Sequence[int]) -> None:
         nonlocal num_waits
         num_waits += 1
-        assert select.select(descriptors, [], [], 5.0)[0], "nobody woke this rank"
+        assert select.select(descriptors, [], [], 50.0)[0], "nobody woke this rank"
 
     def rest(each: GroupSteps) -> None:
         while not each.join():
@@ -80,8 +81,11 @@ def test_a_rank_that_worked_in_a_step_does_not_join_the_next_one_idly(boards: li
     assert [each.num_idle for each in two] == [0, 0, 0]
 
 
-def test_a_rank_whose_work_waits_joins_the_steps_of_others(boards: list[Board]) -> None:
+def test_a_rank_whose_work_waits_joins_the_steps_of_others(
+    boards: list[Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is busy, but runs no forward now. When the others step no more, their streams have ended."""
+    monkeypatch.setattr(group_steps, "_QUIET_S", 600.0)
     steps = [GroupSteps(board, RankRows(), "group", "epoch") for board in boards]
     steps[0].watch_streams(lambda: (3, False))
 
@@ -98,7 +102,7 @@ def test_a_rank_whose_work_waits_joins_the_steps_of_others(boards: list[Board]) 
     in_threads([lambda: [steps[0].agree_round(1, DraftShape(0)) for _ in range(2)], waiting, idle])
     assert memberships[2].phases == ["group"] * 2, "a rank that joins for minutes is not stuck"
     assert steps[1].streams_elsewhere == (3, False) and steps[0].streams_elsewhere == (0, False)
-    time.sleep(0.15)
+    monkeypatch.setattr(group_steps, "_QUIET_S", 0.0)
     assert steps[1].streams_elsewhere == (0, False)
 
 

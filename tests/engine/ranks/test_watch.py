@@ -3,87 +3,95 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import pytest
+from patience import wait_until
 
 from baton.engine.ranks import watch as rank_watch
-from baton.engine.ranks.watch import RankWatch, beat
+from baton.engine.ranks.watch import SILENCE_S, RankWatch, beat
+
+LATER_S = SILENCE_S + 1.0
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_watch, "BEAT_S", 0.02)
-    monkeypatch.setattr(rank_watch, "SILENCE_S", 0.3)
+class Watched:
+    """A watch of ranks of which the first one speaks. Time passes only when the test says so."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.now = 0.0
+        self.silent: list[tuple[int, str]] = []
+        self.ended: list[int] = []
+        ours, theirs = zip(*(Pipe(duplex=False) for _ in range(num_ranks)), strict=True)
+        self.pipes: list[Connection] = list(theirs)
+        self.watch = RankWatch(ours, lambda rank, what: self.silent.append((rank, what)), self.ended.append)
+
+    def start(self) -> None:
+        self.watch.start()
+        beat(self.pipes[0])
+
+    def pass_time(self, seconds: float, step_s: float = 0.4) -> None:
+        """Let time pass in steps. After each one the watch hears the rank that speaks."""
+        for _ in range(round(seconds / step_s)):
+            self.now += step_s
+            wait_until(lambda: self.watch.silences_s()[0] == 0.0, "the watch hears the first rank")
 
 
 @pytest.fixture
-def silent() -> list[tuple[int, str]]:
-    """The ranks that were reported."""
-    return []
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Watched]]:
+    made: list[Watched] = []
+
+    def make_one(num_ranks: int) -> Watched:
+        made.append(watched := Watched(num_ranks))
+        clock = SimpleNamespace(monotonic=lambda: watched.now, sleep=time.sleep)
+        monkeypatch.setattr(rank_watch, "time", clock)
+        return watched
+
+    monkeypatch.setattr(rank_watch, "BEAT_S", 0.01)
+    yield make_one
+    for each in made:
+        each.watch.close()
+        each.watch.close()
 
 
-@pytest.fixture
-def pipes(silent: list[tuple[int, str]]) -> Iterator[list[Connection]]:
-    """The ends of ranks 1 and 2, to whose other ends a watch listens."""
-    ours, theirs = zip(*(Pipe(duplex=False) for _ in range(2)), strict=True)
-    watch = RankWatch(ours, lambda rank, what: silent.append((rank, what)))
-    watch.start()
-    yield list(theirs)
-    watch.close()
-    watch.close()
+def test_a_silent_rank_is_reported_once(make: Callable[[int], Watched]) -> None:
+    watched = make(2)
+    watched.start()
+    watched.pass_time(3 * LATER_S)
+    assert watched.silent == [(2, "was silent for 3 s")]
 
 
-def test_a_silent_rank_is_reported_once(pipes: list[Connection], silent: list[tuple[int, str]]) -> None:
-    beat(pipes[0])
-    time.sleep(1.0)
-    assert silent == [(2, "was silent for 0.3 s")]
+def test_the_watch_says_for_how_long_ranks_are_silent(make: Callable[[int], Watched]) -> None:
+    watched = make(2)
+    assert watched.watch.silences_s() == (), "ranks may load for as long as they need"
+    watched.start()
+    watched.pass_time(2.0)
+    assert watched.watch.silences_s() == (0.0, pytest.approx(2.0))
 
 
-def test_the_watch_says_for_how_long_ranks_are_silent() -> None:
-    ours, theirs = zip(*(Pipe(duplex=False) for _ in range(2)), strict=True)
-    watch = RankWatch(ours, lambda rank, what: None)
-    assert watch.silences_s() == (), "ranks may load for as long as they need"
-    watch.start()
-    beat(theirs[0])
-    time.sleep(0.25)
-    speaking_s, silent_s = watch.silences_s()
-    assert speaking_s < 0.15 < 0.2 < silent_s < 5.0
-    watch.close()
+def test_a_rank_that_has_ended_is_not_silent(make: Callable[[int], Watched]) -> None:
+    watched = make(2)
+    watched.start()
+    watched.pipes[1].close()
+    watched.pass_time(LATER_S)
+    assert not watched.silent
 
 
-def test_a_rank_that_has_ended_is_not_silent(pipes: list[Connection], silent: list[tuple[int, str]]) -> None:
-    beat(pipes[0])
-    pipes[1].close()
-    time.sleep(0.6)
-    assert not silent
-
-
-def test_a_rank_counts_as_heard_after_this_process_was_away(
-    pipes: list[Connection], silent: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_counts_as_heard_after_this_process_was_away(make: Callable[[int], Watched]) -> None:
     """While this process is stopped, a rank can beat and be stopped, too. It gets its time anew."""
-    clock, away_s = time.monotonic, 0.0
-    monkeypatch.setattr(rank_watch.time, "monotonic", lambda: clock() + away_s)
-    pipes[0].send_bytes(b".")
-    beat(pipes[1])
-    time.sleep(0.1)
-    away_s = 5.0
-    time.sleep(0.15)
-    assert not silent
-    time.sleep(0.6)
-    assert [rank for rank, _ in silent] == [1]
+    watched = make(2)
+    watched.start()
+    watched.pass_time(10 * LATER_S, step_s=10 * LATER_S)
+    assert not watched.silent
+    watched.pass_time(LATER_S)
+    assert [rank for rank, _ in watched.silent] == [2]
 
 
-def test_the_end_of_a_rank_is_told_once(silent: list[tuple[int, str]]) -> None:
-    ours, theirs = zip(*(Pipe(duplex=False) for _ in range(3)), strict=True)
-    ended: list[int] = []
-    watch = RankWatch(ours, lambda rank, what: silent.append((rank, what)), ended.append)
-    watch.start()
-    beat(theirs[0])
-    theirs[1].close()  # the third one is silent
-    time.sleep(1.0)
-    watch.close()
-    assert ended == [2, 3] and [rank for rank, _ in silent] == [3]
+def test_the_end_of_a_rank_is_told_once(make: Callable[[int], Watched]) -> None:
+    watched = make(3)
+    watched.start()
+    watched.pipes[1].close()  # the third one is silent
+    watched.pass_time(2 * LATER_S)
+    assert watched.ended == [2, 3] and [rank for rank, _ in watched.silent] == [3]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from patience import wait_until
 
 from baton.engine.tuning import tuning_file
 from baton.engine.tuning.tuning_file import TuningFile, cache_directory, decode, encode
@@ -94,7 +94,7 @@ def test_nodes_of_a_gpu_measure_one_after_the_other(tmp_path: Path, caplog: pyte
         assert not has_waited
         thread = threading.Thread(target=second)
         thread.start()
-        time.sleep(0.3)
+        wait_until(lambda: caplog.records, "the second one waits")
         events.append("first")
     thread.join()
     assert events == ["first", "second"]

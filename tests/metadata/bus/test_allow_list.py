@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
 from key_files import Listed
+from patience import until
 from ports import bind_again
 
 from baton.metadata.bus.allow_list import KEY_LEN, AllowList, add_line, line_of
@@ -199,12 +200,6 @@ def links(router: Router, listed: Listed) -> Iterator[dict[str, Link]]:
         link.close()
 
 
-async def until(condition: Any, within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 async def test_listed_nodes_are_heard_both_ways(router: Router, links: dict[str, Link]) -> None:
     for link in links.values():
         link.send(DONE)
@@ -284,7 +279,7 @@ async def test_nodes_find_a_router_that_has_another_key_now(router: Router, list
         other = await bind_again(partial(Router, listed.of("router"), router.hub.address))
         try:
             heard = lambda: {type(message) for _, message in other.messages}  # noqa: E731
-            await until(lambda: link.receive() == [] and link.send(DONE) and heard() == {Cancelled, Heartbeat}, 10)
+            await until(lambda: link.receive() == [] and link.send(DONE) and heard() == {Cancelled, Heartbeat})
             other.hub.send(b"d0:1", HelloAgain(router_epoch="e0"))
             await until(lambda: any(isinstance(message, HelloAgain) for message in link.receive()))
         finally:

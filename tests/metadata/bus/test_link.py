@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from patience import wait_until
 
 from baton.metadata.bus import link as link_module
 from baton.metadata.bus import sockets
@@ -58,7 +59,7 @@ def receive(link: Link, count: int) -> list[ToNode]:
     poller = zmq.Poller()
     poller.register(link.socket, zmq.POLLIN)
     while len(messages) < count:
-        assert poller.poll(5000), "timed out"
+        assert poller.poll(30_000), "timed out"
         messages += link.receive()
     return messages
 
@@ -74,12 +75,13 @@ def test_receive_is_bounded_and_keeps_order(router: BareRouter, link: Link) -> N
     sent = [HelloAgain(router_epoch=str(i)) for i in range(300)]
     for message in sent:
         router.socket.send_multipart([b"node:1", encode(message)])
-    time.sleep(0.2)
-    first = link.receive()
-    assert len(first) == 256
-    second = link.receive(limit=10)
-    assert len(second) == 10
-    assert first + second + receive(link, 34) == sent
+    time.sleep(0.2)  # more than one call may receive have come, unless the machine is busy
+    got: list[ToNode] = []
+    for limit in (256, 10):
+        assert link.socket.poll(30_000)
+        got += (some := link.receive(limit))
+        assert len(some) <= limit
+    assert got + receive(link, len(sent) - len(got)) == sent
 
 
 def test_bad_frames_are_counted_and_left_out(router: BareRouter, link: Link) -> None:
@@ -169,12 +171,13 @@ def test_a_node_knows_why_it_is_not_connected(
         address = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
     link = Link(address, "node", "1", node_keys)
     seen: list[str] = []
-    deadline = time.monotonic() + 5
-    while outlook not in seen[20 * (outlook == "unreachable") :]:
+
+    def is_known() -> bool:
         link.receive()
         seen.append(link.outlook)
-        assert time.monotonic() < deadline, seen[-1]
-        time.sleep(0.01)
+        return outlook in seen[20 * (outlook == "unreachable") :]
+
+    wait_until(is_known, lambda: seen[-1])
     assert set(seen) <= {"unreachable", outlook} | ({"too slow"} if outlook != "unreachable" else set())
     link.close()
     mute.close()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from patience import wait_until
 
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
@@ -53,10 +54,7 @@ class HeartbeatRouter(threading.Thread):
             self.join()
 
     def wait_for(self, count: int) -> None:
-        end = time.monotonic() + 5
-        while len(self.heartbeats) < count:
-            assert time.monotonic() < end, "timed out"
-            time.sleep(0.005)
+        wait_until(lambda: len(self.heartbeats) >= count, f"{count} messages have come")
 
 
 @pytest.fixture
@@ -139,16 +137,14 @@ def test_a_lost_heartbeat_socket_is_no_lost_node(router: HeartbeatRouter, thread
     time.sleep(0.2)
     assert router.lost == []
     link.close()
-    time.sleep(0.2)
+    wait_until(lambda: router.lost, "the node is lost")
     assert router.lost == [b"node:1"]
 
 
 def test_only_heartbeats_are_taken_from_a_heartbeat_socket(router: HeartbeatRouter) -> None:
     link = Link(router.hub.address, "node:1", "beat", None)
     link.send(Cancelled(rid="r", attempt=0))
-    end = time.monotonic() + 5
-    while router.hub.dropped_frames == 0 and time.monotonic() < end:
-        time.sleep(0.005)
+    wait_until(lambda: router.hub.dropped_frames, "the frame is dropped")
     assert router.hub.dropped_frames == 1
     assert router.heartbeats == []
     link.close()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from patience import until
 
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership, _why_unwelcome
@@ -48,10 +48,7 @@ async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protoco
     membership = Membership(hello, router.hub.address, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     try:
         membership.start()
-        async with asyncio.timeout(10):
-            while not membership._session.is_joined:
-                assert membership.receive() == []
-                await asyncio.sleep(0.005)
+        await until(lambda: membership.receive() or membership._session.is_joined)
         assert membership._session.protocol == membership._heartbeat._agreed.protocol == protocol
         hellos = [message.protocol for message in router.got if isinstance(message, Hello)]
         assert hellos == ([0] if protocol == 5 else [0, protocol])

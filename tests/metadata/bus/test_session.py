@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from patience import until
 from ports import bind_again
 
 from baton.metadata.bus.hub import Hub
@@ -442,11 +442,7 @@ class WelcomingRouter:
 
 async def _take_until(session: RouterSession, link: Link, event: Any) -> list[Any]:
     seen: list[Any] = []
-    end = time.perf_counter() + 5
-    while event not in seen:
-        assert time.perf_counter() < end, seen
-        seen += session.take(link.receive())
-        await asyncio.sleep(0.002)
+    await until(lambda: seen.extend(session.take(link.receive())) or event in seen)
     return seen
 
 
@@ -469,10 +465,7 @@ async def test_a_router_restarts_and_forgets_over_sockets(hello: Hello) -> None:
             Joined("b", PROTOCOL_MAX),
         ]
         assert router.known == {b"node:1"}
-        end = time.perf_counter() + 5
-        while router.files < 2 and time.perf_counter() < end:
-            await asyncio.sleep(0.002)
-        assert router.files >= 2
+        await until(lambda: router.files >= 2)
     finally:
         pulse.close()
         link.close()

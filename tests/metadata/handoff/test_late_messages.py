@@ -15,6 +15,7 @@ import pytest
 import zmq
 from faulty_process import FaultyProcess
 from handoff_nodes import PREFILL_EPOCH, SCHEMA, make_client, make_row, make_server, named, peer_of, unit
+from patience import Patience
 from wire import Wire
 
 from baton.metadata.handoff.tickets import TicketEnded
@@ -38,10 +39,10 @@ class Transfer:
         self.num_offered = 0
 
     def until(self, condition: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 20.0
+        patience = Patience(20.0)
         while not condition():
             self.events += [event for node in self.both for event in node.poll()]
-            assert time.monotonic() < deadline, self.events
+            assert not patience.is_over(), self.events
             time.sleep(0.0005)
 
     def claim(self) -> None:

@@ -64,7 +64,7 @@ for attempt in (lambda: mmap.mmap(fd, {pool.size}), lambda: os.pwrite(fd, b"x", 
     raise SystemExit("not refused")
 """
     pool.pages[0, 0, :3] = list(b"abc")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     pool.pages[0, 0, 0] = 1  # the owner still writes
 

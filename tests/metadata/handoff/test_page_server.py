@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zmq
 from handoff_nodes import unit
+from patience import Patience, wait_until
 from rank_nodes import NUM_PAGES, heads_schema, part_of, rank_end, whole_pages
 
 from baton.metadata.errors import ConfigError, TransferError
@@ -51,6 +52,10 @@ class Server:
     def poll(self) -> None:
         self.reports += self.server.poll()
 
+    def until(self, condition: Callable[[], object]) -> None:
+        """Poll until the condition holds."""
+        wait_until(lambda: self.poll() or condition(), lambda: f"{self.reports}", pause_s=0.001)
+
     def close(self) -> None:
         self.server.close()
         for link in self.links:
@@ -80,8 +85,8 @@ class Link:
         self.send(Pull(unit=unit(), indices=pack_ids(indices)))
 
     def next(self, kind: Any) -> tuple[Any, bytes]:
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
+        patience = Patience(5)
+        while not patience.is_over():
             self.of.poll()
             if self.socket.poll(1):
                 body, *data = self.socket.recv_multipart()
@@ -92,9 +97,7 @@ class Link:
 
     def dropped(self, count: int) -> None:
         """Wait until so many frames were refused."""
-        deadline = time.monotonic() + 5
-        while self.of.server.num_dropped < count and time.monotonic() < deadline:
-            self.of.poll()
+        self.of.until(lambda: self.of.server.num_dropped >= count)
         assert self.of.server.num_dropped == count
 
 
@@ -151,17 +154,15 @@ def test_early_pulls_are_bounded_and_go_with_their_ticket(of: Server) -> None:
     link.next(LinkWelcome)
     for _ in range(3 * MAX_UNSENT):
         link.pull(0)
-    for _ in range(200):
+    of.until(lambda: sum(map(len, of.server._early.values())) >= MAX_UNSENT)
+    for _ in range(50):
         of.poll()
         time.sleep(0.001)
     assert sum(map(len, of.server._early.values())) == MAX_UNSENT
     of.server.do(EndUnit(unit()))
     assert not any(of.server._early.values())
     link.pull(0)
-    for _ in range(50):
-        of.poll()
-        time.sleep(0.001)
-    assert any(of.server._early.values())
+    of.until(lambda: any(of.server._early.values()))
     of.server.do(CloseReader(END))
     assert not any(of.server._early.values()) and not of.server._links.peers.by_link
 
@@ -172,9 +173,7 @@ def test_no_pull_is_kept_of_a_link_that_was_forgotten(of: Server, monkeypatch: p
         link = of.link(epoch=f"{number}" * 16)
         link.next(LinkWelcome)
         link.pull(0)
-        deadline = time.monotonic() + 5
-        while not of.server._early.keys() & of.server._links.peers.by_link.keys() and time.monotonic() < deadline:
-            of.poll()
+        of.until(lambda: of.server._early.keys() & of.server._links.peers.by_link.keys())
     assert len(of.server._early) <= len(of.server._links.peers.by_link) == 2
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import zmq
 from handoff_nodes import FINGERPRINTS, SCHEMA, make_client, make_row, make_server, named, peer_of, spin, unit
+from patience import Patience
 
 from baton.metadata.bus.addresses import host_identity
 from baton.metadata.bus.curve import KeyPair
@@ -71,8 +72,8 @@ class Decode:
 
     def frames(self, server: Any, kind: type | tuple[type, ...]) -> tuple[Any, bytes]:
         """The next message of that kind, with its data frame."""
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
+        patience = Patience(3)
+        while not patience.is_over():
             self.events += server.poll()
             if self.socket.poll(1):
                 payload, *data = self.socket.recv_multipart()

@@ -238,7 +238,7 @@ def test_log_probabilities_of_the_prompt_are_computed_again(make_system: Make, m
     )
     victim = wait_until(lambda: next((n for n in system.cluster.nodes if own(n, m.Prefill)), None))
     victim.stop()
-    thread.join(10)
+    thread.join()
     status, body, _ = results[0]
     assert status == 200, body
     logprobs = body["choices"][0]["logprobs"]
@@ -284,7 +284,7 @@ def test_no_request_waits_longer_than_node_wait_s(make_system: Make, role: str) 
     thread.start()
     holder(system)
     system.cluster.by_name("p0" if role == "prefill" else "d0").stop()
-    thread.join(10)
+    thread.join()
     status, body, _ = asking[0]
     assert (status, body["error"]["code"]) == (503, "unavailable")
     assert f"no {role} node is left" in body["error"]["message"] and "0.4 s" in body["error"]["message"]
@@ -305,7 +305,7 @@ def test_no_request_waits_for_ever_for_a_pool_that_is_gone(make_system: Make) ->
     wait_until(lambda: len(system.router.router.dispatcher.registry.nodes) == 3)
     system.cluster.by_name("d0").stop()
     small = Asking(system, max_tokens=5)
-    thread.join(10)
+    thread.join()
     assert asking[0][0] == 503
     assert "none has room for" in asking[0][1]["error"]["message"]
     system.behaviour.hold.set()

@@ -178,7 +178,7 @@ def test_a_dead_node_costs_no_text(make_system: Callable[..., System], role: str
     victim.stop()
     time.sleep(0.2)
     system.behaviour.hold.set()
-    thread.join(10)
+    thread.join()
     assert result == [system.text]
     system.router.wait_idle()
 
@@ -199,7 +199,7 @@ def test_a_silent_node_is_given_up(make_system: Callable[..., System]) -> None:
     assert other_got
     assert 1.0 < time.monotonic() - begun < 2.5
     system.behaviour.hold.set()
-    thread.join(10)
+    thread.join()
     assert result == [system.text]
 
 
@@ -324,7 +324,7 @@ def test_sigterm_finishes_running_requests_and_refuses_new_ones(make_system: Cal
     wait_until(lambda: router.router.api.is_draining or None)
     assert system.complete()[0] == 503
     assert router.request("GET", "/ready")[0] == 503
-    drained.result(10)
+    drained.result()
     thread.join(60)
     assert result == [system.text]
 

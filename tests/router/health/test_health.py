@@ -757,7 +757,7 @@ def test_requests_wait_for_the_answer_that_confirms_a_pair(make_system: Make) ->
     wait_until(lambda: system.router.call(lambda: system.router.router.dispatcher.queues.num_waiting))
     assert not own(system.cluster.by_name("d0"), m.Reserve)
     system.behaviour.answer_compute = None
-    thread.join(10)
+    thread.join()
     assert answers[0][0] == 200 and words(system) == {"p0 d0": "ready"}
 
 

@@ -469,7 +469,7 @@ def test_a_node_cannot_fail_or_end_sequences_of_another_node(system: System) -> 
     thief.post(m.Tokens((unit,), b"\1\0\0\0", b"\1\0\0\0", b"\7\0\0\0", ended={0: Ended("stop", 7, 1, 2, 0)}))
     time.sleep(0.2)
     system.behaviour.hold.set()
-    thread.join(10)
+    thread.join()
     assert answers[0][1]["choices"][0]["text"] == expected
 
 

@@ -259,6 +259,7 @@ def test_draining_and_too_small_nodes_get_no_requests(make_system: Callable[...,
     unwilling = system.cluster.by_name("d0")
     if kind == "draining":
         unwilling.post(m.Leaving(done=False, reason="SIGTERM"))
+        wait_until(lambda: "degraded" in system.router.request("GET", "/ready")[1])
     else:
         unwilling.stop()
         system.cluster.nodes.remove(unwilling)

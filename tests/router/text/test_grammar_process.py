@@ -80,5 +80,5 @@ def test_tokenizers_that_are_no_longer_served_are_forgotten(process: GrammarProc
 
 def test_the_process_ends_when_the_router_has_gone() -> None:
     command = [sys.executable, "-m", grammar_process.__name__]
-    ended = subprocess.run(command, input=b"", capture_output=True, timeout=30)
+    ended = subprocess.run(command, input=b"", capture_output=True, timeout=200)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")

@@ -673,7 +673,7 @@ def test_a_full_queue_makes_room_for_a_higher_priority(make_system: Callable[...
         assert system.complete()[0] == 429, "a request of equal priority must not displace another"
         assert system.complete(priority=1)[0] == 429
         served.append(pool.submit(system.complete, priority=-1))
-        status, body, headers = last.result(5)
+        status, body, headers = last.result()
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
         assert "higher priority" in body["error"]["message"]
         assert int(headers["retry-after"]) >= 1
@@ -754,7 +754,7 @@ def test_a_late_request_is_refused_and_reaches_no_node(make_system: Callable[...
         late = pool.submit(system.complete, timeout_s=1.5)
         wait_until(lambda: waiting(system) == 1)
         learned(system, interval_s=0.01, service_s=1.4)
-        status, body, _ = late.result(5)
+        status, body, _ = late.result()
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
         assert "within its timeout_s" in body["error"]["message"]
         system.behaviour.hold.set()

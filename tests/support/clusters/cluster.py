@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 import psutil
 from forked import Forked
-from patience import Patience, load_factor
+from patience import Patience, load_factor, wait_until
 
 READY_S = 60.0
 IDLE_S = 30.0  # how long the books may take to balance after the last answer
@@ -194,7 +194,7 @@ class Cluster:
             except OSError:
                 return False
 
-        wait_until(is_ready, "the cluster is ready", self.ready_s if timeout_s is None else timeout_s)
+        wait_until(is_ready, "the cluster is ready", self.ready_s if timeout_s is None else timeout_s, pause_s=0.05)
 
     def __enter__(self) -> Cluster:
         return self
@@ -362,13 +362,3 @@ def _not_free(ledger: dict[str, Any]) -> list[str]:
         for name, books in ledger["nodes"].items()
         if books is None or any(books["pool"][owner] for owner in owners)
     ]
-
-
-def wait_until(condition: Callable[[], object], what: str | Callable[[], str], timeout_s: float = 30.0) -> None:
-    """Poll `condition()` until it is true. After `timeout_s`, or longer on a busy machine (patience.py), fail with
-    `what`, a text or a function that returns it."""
-    patience = Patience(timeout_s)
-    while not condition():
-        if patience.is_over():
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what() if callable(what) else what}")
-        time.sleep(0.05)

@@ -7,10 +7,14 @@ what hangs is found soon.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 LOOK_S = 0.01  # between two looks at the load
 MOST = 10.0  # a limit is stretched by this at most, because something may hang on a busy machine, too
 _LOADS = Path("/proc/loadavg")  # "4.05 3.71 2.92 9/1234 5678": threads that want to run: over 1, 5, 15 minutes, and now
@@ -40,3 +44,24 @@ class Patience:
         self._left_s -= (now - self._looked_at) / load_factor()
         self._looked_at = now
         return self._left_s < 0
+
+
+def wait_until(
+    condition: Callable[[], T], what: str | Callable[[], str] = "", timeout_s: float = 30.0, *, pause_s: float = 0.02
+) -> T:
+    """Poll `condition()` until it is true, and return its value. After `timeout_s`, or longer on a busy machine, fail
+    with `what`, a text or a function that returns it."""
+    patience = Patience(timeout_s)
+    while not (value := condition()):
+        if patience.is_over():
+            raise AssertionError(f"not within {timeout_s:g} s: {what() if callable(what) else what}")
+        time.sleep(pause_s)
+    return value
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Poll `condition()` until it is true, while the event loop runs."""
+    patience = Patience(timeout_s)
+    while not condition():
+        assert not patience.is_over(), f"not within {timeout_s:g} s"
+        await asyncio.sleep(0.002)

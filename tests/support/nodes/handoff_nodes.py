@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import zmq
+from patience import Patience
 
 from baton.metadata.handoff.client import ANSWER_S, HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
@@ -109,13 +110,13 @@ def make_row(schema: HandoffSchema, seed: int = 7) -> bytes:
 def spin(nodes: Iterable[Any], until: Callable[[list[Any]], Any], timeout_s: float = 20.0) -> list[Any]:
     """Poll the nodes in turn until `until(events so far)` is true. Return the events in order."""
     nodes, events = list(nodes), []
-    deadline = time.monotonic() + timeout_s
+    patience = Patience(timeout_s)
     while True:
         for node in nodes:
             events += node.poll()
         if until(events):
             return events
-        assert time.monotonic() < deadline, f"nothing more within {timeout_s} s than {events}"
+        assert not patience.is_over(), f"nothing more within {timeout_s} s than {events}"
         time.sleep(0.0005)
 
 

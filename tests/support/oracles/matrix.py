@@ -372,25 +372,27 @@ def run_each_alone(pair: NodePair, cell: Cell, cases: list[Case], place: Place) 
     for case in cases:
         name = name_of(cell, case)
         pair.submit(name, case.prompt, case.params, is_local=is_local(place, name))
-        result = pair.results[name, 0]
         if cell.is_preempted:
-            pair.step_until(lambda result=result: len(result.ids) > 2)
+            pair.step_until(lambda name=name: has_generated(pair, name, 3))
             preempt(pair, cell)
         pair.run()
 
 
 def run_mixed(pair: NodePair, cell: Cell, cases: list[Case], place: Place) -> None:
-    """Start some requests together, and let others join later. If they are hits with pages for all, all share one
-    round, however long their handoffs take."""
+    """Start some requests together, and let others join later. With pages for all, what happens does not depend on how
+    long handoffs take: if they are hits, all share one round; else one after the other joins the rounds."""
+    is_one_by_one = not (cell.is_hit or cell.is_preempted)
     for is_late in (False, True):
         for case in cases:
             if case.ask.is_late == is_late:
                 name = name_of(cell, case)
                 pair.submit(name, case.prompt, case.params, n=case.ask.n, is_local=is_local(place, name))
+            if case.ask.is_late and is_late and is_one_by_one:
+                start_together(pair)
+                pair.step()
         if not is_late and not cell.is_preempted:
             start_together(pair)  # more than any bucket of the tests holds
-        first: Result = pair.results[name_of(cell, cases[0]), 0]
-        pair.step_until(lambda first=first: len(first.ids) > 2)
+        pair.step_until(lambda: has_generated(pair, name_of(cell, cases[0]), 3))
     if cell.is_hit and not cell.is_preempted:
         with rounds_paused(pair):
             pair.step_until(lambda: len(pair.decode.scheduler.running) == 1 + len(cases))
@@ -401,6 +403,12 @@ def run_mixed(pair: NodePair, cell: Cell, cases: list[Case], place: Place) -> No
             for _ in range(3):
                 pair.step()
     pair.run()
+
+
+def has_generated(pair: NodePair, rid: str, num_tokens: int) -> bool:
+    """Return whether the decode node has so many tokens of a request, whether or not the messages have arrived."""
+    running = (each for each in pair.decode.scheduler.running if each.unit.rid == rid)
+    return any(each.num_generated >= num_tokens for each in running) or len(pair.results[rid, 0].ids) >= num_tokens
 
 
 @contextmanager

@@ -195,9 +195,7 @@ class Worlds:
         self._truths: dict[Path, dict[str, list[int]]] = {}
 
     @contextmanager
-    def of(
-        self, cell: Cell, directory: Path, monkeypatch: pytest.MonkeyPatch, *, size: int = 2, timeout_s: float = 20.0
-    ) -> Iterator[World]:
+    def of(self, cell: Cell, directory: Path, monkeypatch: pytest.MonkeyPatch, *, size: int = 2) -> Iterator[World]:
         """Start ranks. Their drafters are often told the right token."""
         model, more = self._settings(cell, directory)
         truths = self._truths_of(model)
@@ -206,7 +204,7 @@ class Worlds:
         common: dict[str, Any] = {"device": "cpu", "threads": 1, "page_size": 4, "num_pages": 128}
         buckets = (1, 2, 4) if cell.variant == "padded" else ()
         config = DecodeConfig(model=str(model), **common, **more)
-        with ThreadRanks(size, config, buckets=buckets, timeout_s=timeout_s) as ranks:
+        with ThreadRanks(size, config, buckets=buckets) as ranks:
             has_ties = more.get("dtype") == "bfloat16"
             is_often_right = (
                 not has_ties and cell.drafter != "ngram" and (cell.variant != "tree" or cell.drafter in KINDS)

@@ -85,13 +85,13 @@ def test_a_body_above_the_limit_is_refused(system: System) -> None:
 
 
 def test_a_body_that_is_announced_too_large_is_not_waited_for(system: System) -> None:
-    with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n{")
         assert b" 413 " in connection.recv(1000)
 
 
 def opened_with(system: System, data: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5)
+    connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=60)
     connection.sendall(data)
     return connection
 
@@ -107,7 +107,7 @@ def _has_answer(connection: socket.socket) -> bool:
 
 def expecting(system: System, headers: bytes) -> socket.socket:
     """Return a connection that has sent the headers of a completion and waits before it sends the body."""
-    connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=5)
+    connection = socket.create_connection(("127.0.0.1", int(system.router.url.rsplit(":", 1)[1])), timeout=60)
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + headers + b"\r\n")
     return connection
 
@@ -176,6 +176,7 @@ def test_tenants_share_the_room_for_bodies(make_system: Any, tmp_path: Path) -> 
         1 << 18
     )
     held = [opened_with(system, head + b"{" * ((1 << 18) - 10)) for _ in range(2 * bodies.MAX_BODIES)]
+    wait_until(lambda: any(map(_has_answer, held)))
     refused = [connection for connection in held if _has_answer(connection)]
     assert 0 < len(refused) < len(held) - bodies.MAX_BODIES + 1
     body = {"tokens": [], "model": "a" * 200_000}

@@ -51,7 +51,7 @@ def test_no_request_waits_longer_than_max_queue_s(make_system: Callable[..., Sys
         running = pool.submit(system.complete)
         first_runs(system)
         begun = time.monotonic()
-        status, body, _ = pool.submit(system.complete, prompt=["a", "b"]).result(5)
+        status, body, _ = pool.submit(system.complete, prompt=["a", "b"]).result()
         assert (status, body["error"]["type"]) == (429, "rate_limit_error")
         assert "no room for it in 0.4 s" in body["error"]["message"]
         assert time.monotonic() - begun >= 0.4
@@ -64,13 +64,13 @@ def test_the_other_prompts_of_a_running_request_may_wait_longer_than_max_queue_s
     make_system: Callable[..., System],
 ) -> None:
     """A body with many prompts takes its time. When one prompt has nodes, the others are not refused."""
-    system = busy(make_system, max_queue_s=0.3)
+    system = busy(make_system, max_queue_s=2.0)
     with clients(system, 1) as pool:
         answer = pool.submit(system.complete, prompt=["a", "b", "c"])
         first_runs(system)
-        time.sleep(0.6)
+        time.sleep(2.5)
         system.behaviour.hold.set()
-        assert answer.result(5)[0] == 200
+        assert answer.result()[0] == 200
 
 
 def test_a_request_without_room_is_refused_before_its_prompt_is_read(make_system: Callable[..., System]) -> None:

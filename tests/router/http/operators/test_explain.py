@@ -113,7 +113,7 @@ def held(system: System) -> Iterator[list[Any]]:
     thread.start()
     yield answers
     system.behaviour.hold.set()
-    thread.join(10)
+    thread.join()
 
 
 def refuse(node: FakeNode, message: m.Prefill) -> bool:

@@ -131,7 +131,7 @@ def test_pausing_is_possible_in_every_phase(make_system: Callable[..., System], 
         assert system.router.call(lambda: dispatcher.queues.num_waiting) == 0
         system.behaviour.answer_reserve = system.behaviour.answer_prefill = None
         system.router.call(lambda: dispatcher.set_paused(request, False))
-        status, body, _ = answer.result(10)
+        status, body, _ = answer.result()
     assert status == 200
     assert [choice["text"] for choice in body["choices"]] == [system.text] * 2
     system.router.wait_idle()
