@@ -72,11 +72,9 @@ def test_a_log_may_be_cut_while_its_process_writes(tmp_path: Path) -> None:
     child = Child(Command("router", "router", [sys.executable, "-c", writer], {}), tmp_path)
     child.start()
     try:
-        while "x" not in child.new_lines():
-            time.sleep(0.01)
+        wait_until(lambda: "x" in child.new_lines())
         child.log_path.write_bytes(b"")
-        while "x" not in child.new_lines():
-            time.sleep(0.01)
+        wait_until(lambda: "x" in child.new_lines())
         assert set(child.tail()) == {"x"}, "no hole stands before what is written after"
     finally:
         child.kill()

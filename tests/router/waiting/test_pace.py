@@ -26,7 +26,7 @@ from baton.router.http.server.errors import response_of
 from baton.router.waiting.pace import MAX_RETRY_S, NUM_SPREADS, SOON_S, Pace
 
 from ..conftest import System
-from ..test_runner import wait_until
+from ..dispatching.test_runner import wait_until
 
 
 def full(interval_s: float, num_grants: int = 100) -> tuple[Pace, float]:
