@@ -51,13 +51,27 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # by model_type
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
+    "ministral3": {
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "qwen2": _QWEN2,
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
     "qwen3": _QWEN2 | {"head_dim": 128},
     "qwen3_vl_text": {**_QWEN2, "head_dim": 128, "max_position_embeddings": 128000, "sliding_window": None},
 }
-THETAS: Mapping[str, float | None] = {  # rope_theta, if it is not 10,000; None: releases differ
+THETAS: Mapping[str, float | None] = {  # rope_theta, if it is not 10,000; None: the file must say it
+    "ministral3": None,
     "qwen2_vl_text": 1e6,
     "qwen2_5_vl_text": 1e6,
     "qwen3_vl_text": None,

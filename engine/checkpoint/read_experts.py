@@ -56,15 +56,13 @@ def read_deepseek_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig:
     num_per_group = num_experts // num_groups
     if num_groups > 1 and (num_active > num_active_groups * num_per_group or num_ranking > num_per_group):
         raise raw.error("n_group", f"leaves a token fewer than {num_active} experts to choose from")
-    step = raw.integer("moe_layer_freq", 1)
-    first, num_layers = raw.integer("first_k_dense_replace", 0, minimum=0), raw.integer("num_hidden_layers")
     inner_size = raw.integer("moe_intermediate_size")
     return ExpertsConfig(
         num_experts,
         num_active,
         inner_size,
         raw.flag("norm_topk_prob"),
-        tuple(layer for layer in range(first, num_layers) if layer % step == 0),
+        _layers_with_experts(raw),
         scoring,
         has_bias=method == "noaux_tc",
         num_groups=num_groups,
@@ -73,6 +71,21 @@ def read_deepseek_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig:
         scaling=raw.number("routed_scaling_factor", 1.0),
         shared_size=inner_size * (raw.integer("n_shared_experts", 0, minimum=0) if raw.get("n_shared_experts") else 0),
     )
+
+
+def _layers_with_experts(raw: ConfigFile) -> tuple[int, ...]:
+    """Return the layers behind the first ones that have experts, or those that `mlp_layer_types` calls sparse."""
+    num_layers, types = raw.integer("num_hidden_layers"), raw.get("mlp_layer_types")
+    step, first = raw.integer("moe_layer_freq", 1), raw.integer("first_k_dense_replace", 0, minimum=0)
+    layers = tuple(layer for layer in range(first, num_layers) if layer % step == 0)
+    if types is None:
+        return layers
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise raw.error("mlp_layer_types", f"must list {num_layers} layers, each dense or sparse")
+    sparse = tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
+    if raw.has("first_k_dense_replace") and sparse != layers:
+        raise raw.error("mlp_layer_types", f"differs from first_k_dense_replace ({first}); correct the wrong one")
+    return sparse
 
 
 def read_glm_experts(raw: ConfigFile) -> ExpertsConfig:
