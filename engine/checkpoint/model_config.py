@@ -68,6 +68,7 @@ class ExpertsConfig:
     scaling: float = 1.0  # of the output
     shared_size: int = 0  # hidden units for all tokens, beside the experts
     clamp: SwigluClamp | None = None  # of an expert's gate; None: it is a plain SwiGLU
+    is_stacked: bool = False  # the checkpoint has the weights of all experts in one tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,7 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
 def _rotation(raw: ConfigFile, family: ModelFamily, fields: Fields) -> RopeConfig:
     """Return the rotary embeddings without a factor of queries."""
     partial = _partial(raw)
-    if partial not in (None, 1, 1.0) and family.rotary_share is None:
+    if partial not in (None, 1, _latent_share(raw, family)) and family.rotary_share is None:
         raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
     type_name = fields.get("type")
     rope_type = fields.get("rope_type") or type_name or "default"
@@ -209,6 +209,14 @@ def _rotation(raw: ConfigFile, family: ModelFamily, fields: Fields) -> RopeConfi
             "attention_factor", yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
         ),
     )
+
+
+def _latent_share(raw: ConfigFile, family: ModelFamily) -> float | None:
+    """Return the share of a head that a family with latents rotates, which the widths say already."""
+    if family.read_latent is None:
+        return None
+    rotated = raw.integer("qk_rope_head_dim")
+    return rotated / (raw.integer("qk_nope_head_dim") + rotated)
 
 
 def _theta(raw: ConfigFile) -> float | None:

@@ -12,6 +12,7 @@ from ..checkpoint.read_experts import (
     read_gpt_oss_experts,
     read_latent_experts,
     read_minimax_experts,
+    read_mistral4_experts,
     read_qwen3_experts,
     read_v2_experts,
 )
@@ -157,6 +158,7 @@ DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     reader="deepseek.read_deepseek",
+    text_types=("deepseek_v3", "kimi_k2"),  # Kimi-K2.5's, in the words of two releases
     needs=(*_LATENT_NEEDS, "norm_topk_prob", "routed_scaling_factor"),
     inert=_SUMS,
     read_experts=partial(read_latent_experts, scoring="sigmoid"),
@@ -180,6 +182,18 @@ GLM4_MOE_LITE = ModelFamily(
     read_latent=read_latent,
     mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
     own_mtp=("model.layers.",),
+)
+MISTRAL4 = ModelFamily(
+    architecture="Mistral4ForCausalLM",
+    model_type="mistral4",
+    reader="deepseek.read_deepseek",
+    text_types=("mistral4",),
+    scales_queries=True,
+    needs=(*_LATENT_NEEDS, "norm_topk_prob", "rope_parameters"),
+    inert=_SUMS,
+    read_experts=read_mistral4_experts,
+    read_latent=read_latent,
+    own_mtp=(),
 )
 HYPER_LLAMA = ModelFamily(
     architecture="HyperLlamaForCausalLM",
@@ -206,6 +220,7 @@ FAMILIES = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,
+        MISTRAL4,
         HYPER_LLAMA,
     )
 }

@@ -60,6 +60,20 @@ SHAPES = {
             "rope_interleave": False,
         },
     ),
+    "mistral4": Shape(
+        "mistral4", {"num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 96, "first_k_dense_replace": 1}
+    ),
+    "mistral4-groups": Shape(
+        "mistral4",
+        {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "q_lora_rank": None,
+        },
+    ),
     "ministral3": Shape(
         "ministral3", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "num_hidden_layers": 3}
     ),
@@ -147,7 +161,7 @@ def test_the_handoff_serves_the_text_of_transformers(model: Path, shape: Shape, 
         for rid, ids in prompts.items():
             pair.submit(rid, ids, params(NUM_TOKENS))
             if rid.startswith("shared"):  # the ones before have left their pages
-                pair.run()
+                pair.run(timeout_s=170)
         results = pair.results
         assert pair.decode.stats().num_drafted > 0
     num_hits = sum(bool(result.ended and result.ended.num_cached) for result in results.values())

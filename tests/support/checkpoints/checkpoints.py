@@ -45,7 +45,7 @@ _DEEPSEEK: dict[str, Any] = _LATENTS | {
     "first_k_dense_replace": None,  # all layers
 }
 _CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2"}
-_FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
+FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
     "mistral": {"sliding_window": None},
     "ministral3": {
         "rope_parameters": {
@@ -61,6 +61,23 @@ _FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "glm4_moe": {"n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24},
     "glm4_moe_lite": _LATENTS | {"n_routed_experts": 7, "num_experts_per_tok": 3, "q_lora_rank": 28},
+    "mistral4": _LATENTS
+    | {
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "q_lora_rank": 28,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "minimax_m2": {"num_local_experts": 7, "num_experts_per_tok": 2, "intermediate_size": 48, "rotary_dim": 8},
     "gpt_oss": {
         "num_local_experts": 5,
@@ -87,7 +104,7 @@ _BIASED = ("gpt_oss", "glm4_moe_lite")  # families whose biases and sinks are sp
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
     """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`.
 
-    Families: those of transformers' configurations, most of which `_FIELDS` makes small, and hyper_llama, a llama with
+    Families: those of transformers' configurations, most of which `FIELDS` makes small, and hyper_llama, a llama with
     `hc_mult` residual streams (4 by default). Layers of deepseek_v2 and deepseek_v3 are dense unless
     `first_k_dense_replace` is given. `config` overrides fields of the transformers configuration."""
     import torch
@@ -95,7 +112,7 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
 
     hc_mult: Any = config.pop("hc_mult", 4) if family == "hyper_llama" else None
     class_name = _CLASS_NAMES.get(family) or "".join(map(str.capitalize, family.split("_")))
-    fields: dict[str, Any] = {**TINY, "head_dim": 16, **_FIELDS.get(family, {}), **config}
+    fields: dict[str, Any] = {**TINY, "head_dim": 16, **FIELDS.get(family, {}), **config}
     if "kv_lora_rank" in fields:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
         del fields["head_dim"]

@@ -160,6 +160,40 @@ _MINISTRAL: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": 131072,
 }
+_MISTRAL4: dict[str, Any] = {
+    **{key: _MINISTRAL[key] for key in ("attention_dropout", "hidden_act", "initializer_range", "use_cache")},
+    "first_k_dense_replace": 0,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 1048576,
+    "model_type": "mistral4",
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 32,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_interleave": True,
+    "rope_parameters": _MINISTRAL["rope_parameters"]
+    | {
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000.0,
+    },
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 131072,
+}
 _QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "attention_dropout": 0.0,
@@ -532,6 +566,18 @@ _FP8 = {
     "quantization_status": "compressed",
 }
 
+_KIMI: dict[str, Any] = _DEEPSEEK_V3 | {
+    "first_k_dense_replace": 1,
+    "model_type": "kimi_k2",
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": _YARN | {"beta_fast": 1.0},
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-2-7b": _LLAMA | {"_name_or_path": "meta-llama/Llama-2-7b-hf"},
     "Llama-2-7b-chat": _LLAMA | {"pad_token_id": 0, "max_length": 4096},
@@ -678,6 +724,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
         "vision_feature_layer": -1,
     },
+    "Mistral Small 4": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_index": 10,
+        "model_type": "mistral3",
+        "text_config": _MISTRAL4,
+        "tie_word_embeddings": False,
+        "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+    },
+    "Mistral 4 without images": _MISTRAL4 | {"architectures": ["Mistral4ForCausalLM"], "dtype": "bfloat16"},
     "Ministral 3 without images": _MINISTRAL | {"architectures": ["Ministral3ForCausalLM"], "dtype": "bfloat16"},
     "Mistral-Nemo": _MISTRAL | {"head_dim": 128, "hidden_size": 5120, "max_position_embeddings": 1024000},
     "Qwen3-8B": _QWEN3,
@@ -737,17 +793,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_interleave": True,
         "rope_scaling": _YARN | {"rope_type": "yarn"},
     },
-    "Kimi-K2": _DEEPSEEK_V3
-    | {
-        "first_k_dense_replace": 1,
-        "model_type": "kimi_k2",
-        "n_group": 1,
-        "n_routed_experts": 384,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "num_nextn_predict_layers": 0,
-        "rope_scaling": _YARN | {"beta_fast": 1.0},
-        "routed_scaling_factor": 2.827,
-        "topk_group": 1,
+    "Kimi-K2": _KIMI,
+    "Kimi-K2.5 in 16 bits": {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "media_placeholder_token_id": 163605,
+        "model_type": "kimi_k25",
+        "text_config": {key: value for key, value in _KIMI.items() if key != "quantization_config"},
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "kimi_k25", "vt_hidden_size": 1152},
     },
 }
