@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from matrix import PAGE_SIZE
+from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from node_pair import node_pairs, params
 from own_mtp import with_mtp
 from safetensors.torch import load_file
@@ -169,6 +169,18 @@ def test_the_handoff_serves_the_text_of_transformers(model: Path, shape: Shape, 
     for rid, ids in prompts.items():
         check_text(reference, ids, results[rid, 0].ids)
     assert reference.num_ties <= 1, (reference.num_ties, reference.num_router_ties)
+
+
+@pytest.mark.whole
+def test_no_way_to_compute_it_changes_the_text(model: Path, shape: Shape) -> None:
+    """Grammars, choices, penalties, hits, preemptions and local prompts, between unlike numbers of ranks."""
+    both = settings(shape, num_pages=190, max_running=10, chunk_tokens=5)
+    plain = Plain.of(model)
+    with node_pairs() as start:
+        pair = start(model, prefill={**both, "tp": 2}, decode=both)
+        for cell in (Cell(False, True, False), Cell(True, True, True)):
+            run_cell(pair, cell, plain.cases, "mixed")
+        assert pair.decode.rounds.stats.num_drafted > 0
 
 
 def check_text(reference: Reference, ids: list[int], ours: list[int]) -> None:
