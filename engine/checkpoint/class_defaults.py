@@ -64,6 +64,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # by model_type
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "mistral4": {"bos_token_id": 1, "eos_token_id": 2},
     "qwen2": _QWEN2,
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
