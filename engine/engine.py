@@ -117,9 +117,7 @@ class Engine:
         self.card: ModelCard = read_card(
             self.model_dir, self.model_config, config.model_name or name_of(self.model_dir), self.context_len
         )
-        self.grammars = Grammars(
-            self.model_dir / "tokenizer.json", self.model_config.vocab_size, self.model_config.eos_token_ids
-        )
+        self.grammars = Grammars(self.model_dir, self.model_config.vocab_size, self.model_config.eos_token_ids)
         self.lease_s = MIN_LEASE_S
         self.longest_chunk: tuple[int, float] | None = None  # its tokens and seconds, sampling included
         self._bytes_per_row = 0.0  # working memory of a forward, by the rows of all ranks of a group; 0: not measured

@@ -38,7 +38,7 @@ from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_, turns
 from ..checkpoint.model_config import ModelConfig, RopeConfig
 from ..rounds.batch import ForwardBatch, JointBatch
-from .context import AttentionContext, CosSin, IdleAttention, LayerHeads
+from .context import AttentionContext, CosSin, IdleAttention, LayerHeads, ScaledQueries
 from .paged import begin_paged, paged_queries
 
 _Queries = Callable[[torch.Tensor, int], torch.Tensor]
@@ -63,8 +63,12 @@ def begin_attention(
     shape = (config.num_layers, num_planes, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     if batch.num_tokens == 0:
-        return IdleAttention(config.q_size)
-    return _WAYS[reader(kv.device, kv.dtype)].begin(config, batch, kv, rotary(batch.positions, dtype))
+        context: AttentionContext = IdleAttention(config.q_size)
+    else:
+        context = _WAYS[reader(kv.device, kv.dtype)].begin(config, batch, kv, rotary(batch.positions, dtype))
+    if not config.rope.query_beta:
+        return context
+    return ScaledQueries(context, query_scales(config.rope, batch.positions, dtype), config.q_size)
 
 
 def begin_queries(batch: ForwardBatch, kv: torch.Tensor, dtype: torch.dtype) -> _Queries:
@@ -162,6 +166,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _llama3(rope, inv_freq)
         case "yarn":
             return _yarn(rope, inv_freq, head_dim)
+
+
+def query_scales(rope: RopeConfig, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the factor of the queries at `positions` [num_tokens] int64, [num_tokens, 1] of `dtype` (attention
+    temperature by position, as published with Llama 4): 1 within the original context, then slowly more."""
+    lengths = (positions.float() / rope.original_context_len).floor_()  # of the original context that lie before
+    return lengths.log1p_().mul_(rope.query_beta).add_(1.0).to(dtype).unsqueeze(1)
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:

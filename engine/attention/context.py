@@ -56,6 +56,28 @@ class AttentionContext(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ScaledQueries(AttentionContext):
+    """The attention of a family that scales queries by their positions. Rotation is linear, so a query that is not
+    rotated yet may be scaled as well as a rotated one."""
+
+    inner: AttentionContext
+    scales: torch.Tensor  # [num_tokens, 1], of the model's dtype
+    q_size: int
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        qkv[:, : self.q_size].mul_(self.scales)
+        return self.inner(qkv, heads)
+
+    def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        return self.inner.attend_latents(index, q.mul_(self.scales.unsqueeze(2)), stored, weights)
+
+    def joined(self, second: AttentionContext, num_first: int) -> AttentionContext:
+        assert isinstance(second, ScaledQueries), second
+        scales = torch.cat([self.scales, second.scales])
+        return ScaledQueries(self.inner.joined(second.inner, num_first), scales, self.q_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class IdleAttention(AttentionContext):
     """The attention of a rank without rows: it stores nothing and returns no rows, of the usual width."""
 

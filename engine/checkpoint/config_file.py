@@ -17,6 +17,7 @@ _TEXT_TYPES = {  # model_type of a model with images: that of its text model, if
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",
+    "kimi_k25": "deepseek_v3",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen2_vl": "qwen2_vl_text",
@@ -109,8 +110,8 @@ class ConfigFile(Fields):
         fields = read_object(path)
         self._inner_key = next((key for key in _INNER if isinstance(fields.get(key), dict)), "")
         self._inner = cast(dict[str, Any], fields[self._inner_key]) if self._inner_key else {}
-        self._outer_type = str(fields.get("model_type") or "")
-        self._is_flat = not self._inner_key and self._outer_type in _FLAT
+        self.whole_type = str(fields.get("model_type") or "")
+        self._is_flat = not self._inner_key and self.whole_type in _FLAT
         if self._is_flat:
             fields.pop("vision_config", None)
         super().__init__(path, "", _inner_fields(fields, self._inner) if self._inner_key else fields)
@@ -118,7 +119,7 @@ class ConfigFile(Fields):
     @property
     def text_type(self) -> str | None:
         """The `model_type` of the text model if it is part of a larger one, else None."""
-        of_whole = _TEXT_TYPES.get(self._outer_type)
+        of_whole = _TEXT_TYPES.get(self.whole_type)
         if self._inner_key == TEXT:
             return str(self._inner.get("model_type") or of_whole)
         return of_whole if self._is_flat else None
@@ -126,7 +127,7 @@ class ConfigFile(Fields):
     @property
     def lacks_text(self) -> bool:
         """Whether this is a model with images that does not describe its text model."""
-        return self._outer_type in _TEXT_TYPES and self.text_type is None
+        return self.whole_type in _TEXT_TYPES and self.text_type is None
 
     @property
     def is_doubtful_tie(self) -> bool:
@@ -137,7 +138,7 @@ class ConfigFile(Fields):
     @property
     def model_type(self) -> str:
         """The `model_type` of the text model, be it a part of a larger one or not."""
-        return self.text_type or self._outer_type
+        return self.text_type or self.whole_type
 
     @property
     def architecture(self) -> str:

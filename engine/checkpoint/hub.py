@@ -38,7 +38,9 @@ _NAME = re.compile(r"(?:(?:https?://)?(?:huggingface\.co|hf\.co)/|hf://)?([\w-][
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # of a commit or a small file; of a large file
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHIPPED = "|".join(line.shipped_as for line in DRAFTERS.values() if line.shipped_as is not None)
-_SMALL = re.compile(rf"[^/]+\.(json|jinja)|additional_chat_templates/[^/]+\.jinja|({_SHIPPED})[^/]*/[^/]+\.json")
+_SMALL = re.compile(
+    rf"[^/]+\.(json|jinja)|tiktoken\.model|additional_chat_templates/[^/]+\.jinja|({_SHIPPED})[^/]*/[^/]+\.json"
+)
 _MAIN = "main"  # the branch of a repository
 _CHUNK_BYTES = 1 << 20  # of a file are written at once; an interruption loses fewer
 _NUM_THREADS = 8  # files at once

@@ -55,8 +55,8 @@ FIXED: Mapping[str, Any] = {  # values that mean what every family computes
 # Rotary settings that a type does not read belong to another type. Sections of a head are of images: the positions of
 # a text are alike in all.
 _ROPE = """
-    attention_factor beta_fast beta_slow finetuned high_freq_factor low_freq_factor mrope_interleaved mrope_section
-    mscale mscale_all_dim original_max_position_embeddings rope_type truncate type
+    attention_factor beta_fast beta_slow finetuned high_freq_factor low_freq_factor max_position_embeddings
+    mrope_interleaved mrope_section mscale mscale_all_dim original_max_position_embeddings rope_type truncate type
 """
 ROPE_INERT = frozenset(_ROPE.split())
 ROPE_FIXED: Mapping[str, Any] = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "factor": 1.0}

@@ -77,7 +77,11 @@ def dummy_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
     if spec.name.endswith("bias"):  # equal for all tokens, so that with others a router would send all to few experts
         return torch.zeros(spec.shape, device=device)
     if "scale" in spec.name.rpartition(".")[2]:
-        return torch.full(spec.shape, 1 / _SPREAD if spec.name.endswith("input_scale") else _SCALE, device=device)
+        return torch.full(
+            spec.shape,
+            1 / _SPREAD if spec.name.endswith(("input_scale", "activation_scale")) else _SCALE,
+            device=device,
+        )
     if len(spec.shape) < 2:
         return torch.ones(spec.shape, device=device)
     numbers = torch.randn(spec.shape, device=device, generator=generator)

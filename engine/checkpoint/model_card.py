@@ -17,6 +17,7 @@ from ...metadata.wire.membership import TokenizerFile
 from ...metadata.wire.node_info import MAX_SPECIAL_TOKENS, ModelCard
 from ...metadata.wire.request import FROM_CHECKPOINT, SamplingParams
 from .model_config import ModelConfig
+from .tokenizer_file import tokenizer_bytes
 
 _SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -47,20 +48,13 @@ def read_card(model_dir: Path, config: ModelConfig, name: str, context_len: int)
 
 def read_tokenizer(model_dir: Path) -> TokenizerFile:
     """Return tokenizer.json with its digest, compressed for the message to the router."""
-    data = _tokenizer_bytes(model_dir)
+    data = tokenizer_bytes(model_dir)
     return TokenizerFile(digest=xxhash.xxh3_128_hexdigest(data), data=zlib.compress(data, 1))
-
-
-def _tokenizer_bytes(model_dir: Path) -> bytes:
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{model_dir} has no tokenizer.json: save the model's fast tokenizer there (save_pretrained)")
-    return path.read_bytes()
 
 
 def _tokenizer_digest(model_dir: Path) -> str:
     """Return the digest of tokenizer.json. Raises ModelError for a file that the router could not read."""
-    data = _tokenizer_bytes(model_dir)
+    data = tokenizer_bytes(model_dir)
     try:
         tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises bare Exception

@@ -29,13 +29,14 @@ class RopeConfig:
     rope_type: RopeType = "default"
     theta: float = 10_000.0
     factor: float = 1.0  # linear, llama3, yarn: how far the context was stretched
-    original_context_len: int = 0  # llama3, yarn: tokens of context before stretching
+    original_context_len: int = 0  # llama3, yarn, query_beta: tokens of context before stretching
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 1.0  # llama3
     beta_fast: float = 32.0  # yarn: rotations over the original context above which a frequency is left alone
     beta_slow: float = 1.0  # yarn: rotations below which a frequency is divided by `factor`
     truncate: bool = True  # yarn: round the borders between the two to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies cosines and sines
+    query_beta: float = 0.0  # every type: how much queries behind the original context grow; 0: not at all
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -67,6 +68,7 @@ class ExpertsConfig:
     scaling: float = 1.0  # of the output
     shared_size: int = 0  # hidden units for all tokens, beside the experts
     clamp: SwigluClamp | None = None  # of an expert's gate; None: it is a plain SwiGLU
+    is_stacked: bool = False  # the checkpoint has the weights of all experts in one tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...metadata.errors import ModelError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_TOKENIZER = "tokenizer.json"
+TOKENIZER, RANKS = "tokenizer.json", "tiktoken.model"  # RANKS: tokenizer_file.py makes the other of it
 _LFS = b"version https://git-lfs"
 _NEEDED = "config.json, *.safetensors and tokenizer.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
@@ -62,7 +62,7 @@ def check_names(model_dir: Path, names: Set[str], *, needs_weights: bool, needs_
         raise ModelError(f"{model_dir} {_without_config(model_dir, names)}")
     if needs_weights and not any(map(_is_safe, names)):
         raise ModelError(f"{model_dir} has no *.safetensors files; {_other_weights(model_dir, names)}")
-    if needs_tokenizer and _TOKENIZER not in names:
+    if needs_tokenizer and not names & {TOKENIZER, RANKS}:
         raise ModelError(_without_tokenizer(model_dir, names))
 
 
@@ -255,17 +255,17 @@ def _other_weights(model_dir: Path, names: Set[str]) -> str:
 
 
 def _check_tokenizer(model_dir: Path, names: Set[str]) -> None:
-    if _TOKENIZER not in names:
+    if not names & {TOKENIZER, RANKS}:
         raise ModelError(_without_tokenizer(model_dir, names))
-    path = model_dir / _TOKENIZER
+    path = model_dir / (TOKENIZER if TOKENIZER in names else RANKS)
     refuse_pointer(path)
     if not os.access(path, os.R_OK):
         raise ModelError(_no_permission(path))
 
 
 def _without_tokenizer(model_dir: Path, names: Set[str]) -> str:
-    slow = sorted(names & {"tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "tekken.json", "vocab.txt"})
-    what = f"{model_dir} has no {_TOKENIZER}"
+    slow = sorted(names & {"tokenizer.model", "vocab.json", "merges.txt", "tekken.json", "vocab.txt"})
+    what = f"{model_dir} has no {TOKENIZER}"
     if not slow:
         return f"{what}; copy it from the model that this one was made of"
     return (

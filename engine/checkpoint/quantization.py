@@ -31,6 +31,7 @@ class Quantization:
     weight_scale: WeightScale
     rounding: Rounding
     scale_name: Literal["weight_scale", "weight_scale_inv"] = "weight_scale"
+    input_scale_name: Literal["input_scale", "activation_scale"] = "input_scale"  # of the rounding `stored`
     has_power_of_two_scales: bool = False  # of groups
     is_online: bool = False  # the checkpoint has 16 bits or 32; layers are quantized while they are read
 

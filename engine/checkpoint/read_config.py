@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -162,8 +163,18 @@ def _partial(raw: ConfigFile) -> Any:
 
 
 def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
-    fields, partial = _rope_fields(raw), _partial(raw)
-    if partial not in (None, 1, 1.0) and family.rotary_share is None:
+    fields = _rope_fields(raw)
+    rope = _rotation(raw, family, fields)
+    if not family.scales_queries or fields.get("llama_4_scaling_beta") is None:
+        return rope
+    original = int(fields.number("original_max_position_embeddings"))
+    return replace(rope, original_context_len=original, query_beta=fields.number("llama_4_scaling_beta"))
+
+
+def _rotation(raw: ConfigFile, family: ModelFamily, fields: Fields) -> RopeConfig:
+    """Return the rotary embeddings without a factor of queries."""
+    partial = _partial(raw)
+    if partial not in (None, 1, _latent_share(raw, family)) and family.rotary_share is None:
         raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
     type_name = fields.get("type")
     rope_type = fields.get("rope_type") or type_name or "default"
@@ -198,6 +209,14 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
             "attention_factor", yarn_attention_factor(factor, fields.get("mscale"), fields.get("mscale_all_dim"))
         ),
     )
+
+
+def _latent_share(raw: ConfigFile, family: ModelFamily) -> float | None:
+    """Return the share of a head that a family with latents rotates, which the widths say already."""
+    if family.read_latent is None:
+        return None
+    rotated = raw.integer("qk_rope_head_dim")
+    return rotated / (raw.integer("qk_nope_head_dim") + rotated)
 
 
 def _theta(raw: ConfigFile) -> float | None:

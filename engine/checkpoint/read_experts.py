@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from ...kernels.formats import SwigluClamp
@@ -35,8 +36,9 @@ def check_scoring(raw: ConfigFile, scoring: str) -> None:
         raise raw.error("scoring_func", f"is not served for this architecture; {scoring} is")
 
 
-def read_deepseek_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig:
-    """Read the settings that DeepSeek's models and GLM-4.5 share. `scoring` is the family's."""
+def read_deepseek_experts(raw: ConfigFile, scoring: Scoring, num_ranking: int | None = None) -> ExpertsConfig:
+    """Read the settings that DeepSeek's models and those of its shape share. `scoring` is the family's. `num_ranking`:
+    scores that rank a group, of a family whose files do not name a method."""
     num_experts = raw.integer("n_routed_experts")
     num_active = num_active_of(raw, num_experts)
     check_scoring(raw, scoring)
@@ -45,26 +47,24 @@ def read_deepseek_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig:
     if method not in methods:
         served = f"{' and '.join(methods)} {'is' if len(methods) == 1 else 'are'}"
         raise raw.error("topk_method", f"is not served for this architecture; {served}")
-    has_groups = method != "greedy"
+    has_groups = method != "greedy" or num_ranking is not None
     num_groups = raw.integer("n_group", 1) if has_groups else 1
     num_active_groups = raw.integer("topk_group", 1) if has_groups else 1
     if num_experts % num_groups:
         raise raw.error("n_group", f"does not divide n_routed_experts ({num_experts})")
     if num_active_groups > num_groups:
         raise raw.error("topk_group", f"is more than there are groups ({num_groups})")
-    num_ranking = 2 if scoring == "sigmoid" else 1
+    num_ranking = num_ranking or (2 if scoring == "sigmoid" else 1)
     num_per_group = num_experts // num_groups
     if num_groups > 1 and (num_active > num_active_groups * num_per_group or num_ranking > num_per_group):
         raise raw.error("n_group", f"leaves a token fewer than {num_active} experts to choose from")
-    step = raw.integer("moe_layer_freq", 1)
-    first, num_layers = raw.integer("first_k_dense_replace", 0, minimum=0), raw.integer("num_hidden_layers")
     inner_size = raw.integer("moe_intermediate_size")
     return ExpertsConfig(
         num_experts,
         num_active,
         inner_size,
         raw.flag("norm_topk_prob"),
-        tuple(layer for layer in range(first, num_layers) if layer % step == 0),
+        _layers_with_experts(raw),
         scoring,
         has_bias=method == "noaux_tc",
         num_groups=num_groups,
@@ -73,6 +73,21 @@ def read_deepseek_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig:
         scaling=raw.number("routed_scaling_factor", 1.0),
         shared_size=inner_size * (raw.integer("n_shared_experts", 0, minimum=0) if raw.get("n_shared_experts") else 0),
     )
+
+
+def _layers_with_experts(raw: ConfigFile) -> tuple[int, ...]:
+    """Return the layers behind the first ones that have experts, or those that `mlp_layer_types` calls sparse."""
+    num_layers, types = raw.integer("num_hidden_layers"), raw.get("mlp_layer_types")
+    step, first = raw.integer("moe_layer_freq", 1), raw.integer("first_k_dense_replace", 0, minimum=0)
+    layers = tuple(layer for layer in range(first, num_layers) if layer % step == 0)
+    if types is None:
+        return layers
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise raw.error("mlp_layer_types", f"must list {num_layers} layers, each dense or sparse")
+    sparse = tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
+    if raw.has("first_k_dense_replace") and sparse != layers:
+        raise raw.error("mlp_layer_types", f"differs from first_k_dense_replace ({first}); correct the wrong one")
+    return sparse
 
 
 def read_glm_experts(raw: ConfigFile) -> ExpertsConfig:
@@ -121,6 +136,12 @@ def read_gpt_oss_experts(raw: ConfigFile) -> ExpertsConfig:
         layers=tuple(range(raw.integer("num_hidden_layers"))),
         clamp=SwigluClamp(raw.positive("swiglu_limit", raw.get("swiglu_limit")), raw.number("swiglu_alpha", _ALPHA)),
     )
+
+
+def read_mistral4_experts(raw: ConfigFile) -> ExpertsConfig | None:
+    """Read the experts of Mistral 4, which ranks groups as DeepSeek-V3 does and scores as V2 does."""
+    experts = read_deepseek_experts(raw, "softmax", num_ranking=2)
+    return replace(experts, is_stacked=True) if experts.layers else None
 
 
 def read_latent_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig | None:

@@ -1,6 +1,6 @@
 """Reading of a checkpoint's quantization: `quantization_config` of config.json, or ModelOpt's hf_quant_config.json.
 
-    fp8                   DeepSeek's blocks of 128 x 128, and one scale per tensor
+    fp8                   DeepSeek's blocks of 128 x 128, and one scale per tensor (AutoFP8, and Mistral's files)
     compressed-tensors    8-bit floats: per tensor, per channel, or in blocks; activations rounded, or left in 16 bits
     modelopt              FP8: one scale per tensor for weights and for activations
     mxfp4                 4 bits with a power of two for 32 columns, of experts; activations stay in 16 bits
@@ -91,7 +91,9 @@ def _fp8(reader: _Reader) -> Quantization:
     reader.require("fmt", None, "e4m3", "float8_e4m3fn")
     is_static = reader.require("activation_scheme", "dynamic", "static", None) == "static"
     if reader.get("weight_block_size") is None:
-        return Quantization("tensor", "stored" if is_static else "rows")
+        is_transformers = reader.has("weight_block_size")  # which alone writes null, and has names of its own
+        names = ("weight_scale_inv", "activation_scale") if is_transformers else ("weight_scale", "input_scale")
+        return Quantization("tensor", "stored" if is_static else "rows", *names)
     reader.require("weight_block_size", [BLOCK, BLOCK])
     if is_static:
         raise reader.error("activation_scheme", "'dynamic' is, beside weight_block_size")

@@ -3,7 +3,7 @@ prediction layers (MTP), which may be the target's own.
 
 Wrappers name the text model in three ways; `lm_head` stands for the head in all of them:
 
-    language_model.model.layers.0 ..., language_model.lm_head ...     LLaVA, Mistral 3
+    language_model.model.layers.0 ..., language_model.lm_head ...     LLaVA, Mistral 3, Kimi-K2.5
     model.language_model.layers.0 ..., lm_head ...                    Qwen3-VL
     model.layers.0 ..., lm_head ...                                   Qwen2.5-VL
 """
@@ -19,7 +19,7 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "image_newline")
+_TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "image_newline")
 _OWN_PREFIXES = ("model.", "lm_head.", "mtp.")  # names that a checkpoint of a text model alone has
 _INPUTS = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")  # of prediction layers in each layout
 

@@ -17,6 +17,7 @@ from ...metadata.errors import ConfigError
 from ...metadata.handoff.schema.hidden_layout import HiddenLayout
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.read_config import read_model_config
+from ..checkpoint.tokenizer_file import has_tokenizer, tokenizer_bytes
 from ..device import counted
 from ..models.decoder import DecoderModel
 from ..models.registry import load_model
@@ -118,9 +119,9 @@ def _check_vocabulary(wanted: Wanted, draft: ModelConfig) -> None:
             f" entries, {wanted.draft_dir} has {draft.vocab_size}"
         )
     digests = {
-        directory: xxhash.xxh3_64_hexdigest((directory / "tokenizer.json").read_bytes())
+        directory: xxhash.xxh3_64_hexdigest(tokenizer_bytes(directory))
         for directory in (wanted.target_dir, wanted.draft_dir)
-        if (directory / "tokenizer.json").is_file()
+        if has_tokenizer(directory)
     }
     if len(set(digests.values())) > 1:
         raise ConfigError(

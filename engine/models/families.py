@@ -12,21 +12,16 @@ from ..checkpoint.read_experts import (
     read_gpt_oss_experts,
     read_latent_experts,
     read_minimax_experts,
+    read_mistral4_experts,
     read_qwen3_experts,
     read_v2_experts,
 )
 from ..checkpoint.read_latent import read_latent
 from .family import ModelFamily
 
-_WIDTHS = ("head_dim", "qk_head_dim")  # sums of widths that are read
-_LATENT_NEEDS = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "first_k_dense_replace",
-)
+_SUMS = ("head_dim", "qk_head_dim")  # of widths that are read
+_LATENT_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT_NEEDS = (*_LATENT_WIDTHS, "first_k_dense_replace")
 
 LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
@@ -43,6 +38,16 @@ MISTRAL = ModelFamily(
     qkv_bias=False,
     window="all_layers",
     needs=("num_key_value_heads", "sliding_window"),
+)
+MINISTRAL3 = ModelFamily(
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    reader="llama.read_llama",
+    text_types=("ministral3",),
+    qkv_bias=False,
+    scales_queries=True,
+    window="all_layers",
+    needs=("num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps"),
 )
 QWEN2 = ModelFamily(
     architecture="Qwen2ForCausalLM",
@@ -144,7 +149,7 @@ DEEPSEEK_V2 = ModelFamily(
     model_type="deepseek_v2",
     reader="deepseek.read_deepseek",
     needs=_LATENT_NEEDS,
-    inert=(*_WIDTHS, "n_group", "topk_group"),  # of topk_method greedy; other methods read them
+    inert=(*_SUMS, "n_group", "topk_group"),  # of topk_method greedy; other methods read them
     read_experts=read_v2_experts,
     read_latent=read_latent,
     own_mtp=(),
@@ -153,12 +158,42 @@ DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     reader="deepseek.read_deepseek",
+    text_types=("deepseek_v3", "kimi_k2"),  # Kimi-K2.5's, in the words of two releases
     needs=(*_LATENT_NEEDS, "norm_topk_prob", "routed_scaling_factor"),
-    inert=_WIDTHS,
+    inert=_SUMS,
     read_experts=partial(read_latent_experts, scoring="sigmoid"),
     read_latent=read_latent,
     mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
     own_mtp=("model.layers.",),
+)
+GLM4_MOE_LITE = ModelFamily(
+    architecture="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    reader="deepseek.read_deepseek",
+    needs=(
+        *_LATENT_WIDTHS,
+        "first_k_dense_replace|mlp_layer_types",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "rms_norm_eps",
+    ),
+    inert=_SUMS,
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    read_latent=read_latent,
+    mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
+    own_mtp=("model.layers.",),
+)
+MISTRAL4 = ModelFamily(
+    architecture="Mistral4ForCausalLM",
+    model_type="mistral4",
+    reader="deepseek.read_deepseek",
+    text_types=("mistral4",),
+    scales_queries=True,
+    needs=(*_LATENT_NEEDS, "norm_topk_prob", "rope_parameters"),
+    inert=_SUMS,
+    read_experts=read_mistral4_experts,
+    read_latent=read_latent,
+    own_mtp=(),
 )
 HYPER_LLAMA = ModelFamily(
     architecture="HyperLlamaForCausalLM",
@@ -175,6 +210,7 @@ FAMILIES = {
     for family in (
         LLAMA,
         MISTRAL,
+        MINISTRAL3,
         QWEN2,
         QWEN3,
         QWEN3_MOE,
@@ -183,6 +219,8 @@ FAMILIES = {
         GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        GLM4_MOE_LITE,
+        MISTRAL4,
         HYPER_LLAMA,
     )
 }

@@ -33,6 +33,7 @@ class ModelFamily:
     has_sinks: bool = False
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
+    scales_queries: bool = False  # by their positions, as llama_4_scaling_beta among the rotary settings says
     window: Literal["refused", "all_layers", "by_layer", "by_type"] = "refused"  # by_type: as layer_types says
     needs: tuple[str, ...] = ()  # keys whose default is not certain, so that it must not be guessed; a|b: one of both
     inert: tuple[str, ...] = ()  # keys of config.json that change nothing of this family's text, whatever their value

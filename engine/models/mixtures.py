@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.stacked_weights import StackedWeight
 from ..checkpoint.weights import Weights
 from ..layers.decoder import DecoderLayer, Mlp
 from ..layers.moe import ExpertRouter, MoeMlp
@@ -39,20 +40,33 @@ def read_mixture(config: ModelConfig, weights: Weights, prefix: str, names: Mixt
         else None,
         experts,
     )
-    each = [f"{prefix}.experts.{expert}" for expert in range(experts.num_experts)]
-    gate_up = {f"{expert}.{name}": experts.inner_size for expert in each for name in (names.gate, names.up)}
-    down = {f"{expert}.{names.down}": size for expert in each}
-    products = choose_experts_product(
-        ExpertSources(
-            weights.source(gate_up, size, bias=False, split=INNER_OUT),
-            weights.source(down, experts.inner_size, bias=False, split=INNER_IN),
-            experts.num_experts,
-        )
-    )
+    products = choose_experts_product(_sources(config, weights, f"{prefix}.experts", names))
     shared: Mlp | None = None
     if experts.shared_size:
         shared = read_mlp(config, weights, f"{prefix}.{names.shared}", experts.shared_size)
     return MoeMlp(router, products, shared, weights.ranks.sum_of(INNER_IN))
+
+
+def _sources(config: ModelConfig, weights: Weights, prefix: str, names: MixtureNames) -> ExpertSources:
+    """Return the weights of all experts."""
+    experts, size = config.experts, config.hidden_size
+    assert experts is not None, config
+    num, inner_size = experts.num_experts, experts.inner_size
+    if experts.is_stacked:
+        gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+        return ExpertSources(
+            StackedWeight(weights, gate_up, num, 2, inner_size, size, INNER_OUT, has_rows_first=True),
+            StackedWeight(weights, down, num, 1, size, inner_size, INNER_IN, has_rows_first=True),
+            num,
+        )
+    each = [f"{prefix}.{expert}" for expert in range(num)]
+    gate_up = {f"{expert}.{name}": inner_size for expert in each for name in (names.gate, names.up)}
+    down = {f"{expert}.{names.down}": size for expert in each}
+    return ExpertSources(
+        weights.source(gate_up, size, bias=False, split=INNER_OUT),
+        weights.source(down, inner_size, bias=False, split=INNER_IN),
+        num,
+    )
 
 
 def read_mixture_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> DecoderLayer:

@@ -100,7 +100,7 @@ class Fp8Product(Product):
         stored = {"weight": StoredTensor((out_size, in_size), _STORED)}
         stored[quantization.scale_name] = scales[quantization.weight_scale]
         if quantization.rounding == "stored":
-            stored["input_scale"] = StoredTensor(())
+            stored[quantization.input_scale_name] = StoredTensor(())
         return stored
 
     @classmethod
@@ -242,5 +242,5 @@ def _rounding(source: WeightSource, quantization: Quantization) -> RowRounding:
         return RowRounding(BLOCK, quantization.has_power_of_two_scales, None)
     if quantization.rounding == "rows":
         return RowRounding(source.in_size, False, None, source.ranks)
-    scales = torch.stack([part.reshape(()) for part in source.parts("input_scale")])
+    scales = torch.stack([part.reshape(()) for part in source.parts(quantization.input_scale_name)])
     return RowRounding(source.in_size, False, scales.max().to(source.device, torch.float32))  # all read the same rows

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from ...metadata.wire.request import MAX_STEP_ITEMS
 from ..background import begin
+from ..checkpoint.tokenizer_file import tokenizer_bytes
 from .state import SamplingState
 
 logger = logging.getLogger(__name__)
@@ -133,12 +134,14 @@ class Originals:
 class Grammars:
     """Compiles grammars for one tokenizer and makes matchers. One thread."""
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Read the tokenizer in the background. `tokenizer`: tokenizer.json. `vocab_size`: number of logits.
+    def __init__(self, model_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Read the tokenizer of a checkpoint in the background. `vocab_size`: number of logits.
         `eos_token_ids`: the tokens that end a text; empty: no request can have a grammar, which must be able to end."""
         self.num_words = -(-vocab_size // 32)
         self._reading: Future[llguidance.LLTokenizer] = begin(
-            lambda: llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(eos_token_ids)),
+            lambda: llguidance.LLTokenizer(
+                tokenizer_bytes(model_dir).decode(), n_vocab=vocab_size, eos_token=list(eos_token_ids)
+            ),
             "tokenizer of grammars",
         )
         self._compiled: OrderedDict[str, Originals] = OrderedDict()

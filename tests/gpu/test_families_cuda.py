@@ -34,6 +34,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}),
     "deepseek_v2": ("deepseek_v2", {"first_k_dense_replace": 1, "num_hidden_layers": 3}),
     "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 1, "num_hidden_layers": 3, "q_lora_rank": 48}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "ministral3": ("ministral3", {}),
+    "mistral4": ("mistral4", {}),
 }
 
 

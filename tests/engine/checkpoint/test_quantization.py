@@ -185,6 +185,7 @@ def scheme_of(name: str) -> Scheme:
             ("fp8", "none", {"chunk_tokens": 9, "prefill": {"tp": 2}}),
             ("online", "none", {"chunk_tokens": 9, "quantization": "fp8", "decode": {"dp_attention": 2}}),
             ("online", "none", {"chunk_tokens": 9, "quantization": "fp8", "prefill": {"tp": 2}}),
+            ("fp8-mistral", "ngram", {"chunk_tokens": 64}),
         ],
         lambda i, *_: i in (2, 4, 5, 7, 8, 10),
     ),

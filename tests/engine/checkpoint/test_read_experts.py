@@ -84,6 +84,8 @@ def test_the_number_of_experts_has_two_spellings(tmp_path: Path) -> None:
         ({"topk_group": 9}, r"topk_group = 9 is more than there are groups \(8\)"),
         ({"n_group": 64, "topk_group": 1}, "n_group = 64 leaves a token fewer than 8 experts to choose from"),
         ({"num_experts_per_tok": 257}, r"num_experts_per_tok = 257 is more than there are experts \(256\)"),
+        ({"mlp_layer_types": ["dense"] * 60}, "mlp_layer_types = .* must list 61 layers, each dense or sparse"),
+        ({"mlp_layer_types": ["sparse"] * 61}, r"mlp_layer_types = .* differs from first_k_dense_replace \(3\)"),
         ({"n_routed_experts": None}, "n_routed_experts = None must be a whole number"),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import TINY, make_checkpoint
+from checkpoints import FIELDS, TINY, make_checkpoint
 from node_pair import node_pairs, params
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +25,7 @@ from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
+from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 IMAGE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 PATCHES = {"image_size": 8, "patch_size": 4}
@@ -33,7 +34,16 @@ PROMPT = [7, 3, 11, 5, 9, 500, 42, 8, 15, 16, 23]
 
 
 def mistral3(tied: bool) -> Any:
-    text = transformers.MistralConfig(**TINY | {"sliding_window": None, "tie_word_embeddings": tied})
+    return _mistral3(transformers.MistralConfig(**TINY | {"sliding_window": None, "tie_word_embeddings": tied}))
+
+
+def ministral3(tied: bool) -> Any:
+    more = FIELDS["ministral3"] | {"head_dim": 16, "tie_word_embeddings": tied}
+    return _mistral3(transformers.Ministral3Config(**TINY | more))
+
+
+def _mistral3(text: Any) -> Any:
+    tied = text.tie_word_embeddings
     image = transformers.PixtralVisionConfig(**IMAGE, **PATCHES)
     config = transformers.Mistral3Config(text_config=text, vision_config=image, image_token_index=5)
     config.tie_word_embeddings = tied
@@ -64,7 +74,13 @@ def qwen3_vl(tied: bool) -> Any:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-WRAPPERS = {"mistral3": mistral3, "llava": llava, "qwen2.5-vl": qwen2_5_vl, "qwen3-vl": qwen3_vl}
+WRAPPERS = {
+    "mistral3": mistral3,
+    "ministral3": ministral3,
+    "llava": llava,
+    "qwen2.5-vl": qwen2_5_vl,
+    "qwen3-vl": qwen3_vl,
+}
 
 
 def write(name: str, directory: Path, tied: bool = False) -> tuple[Path, Any]:
@@ -80,7 +96,7 @@ def logits_of(directory: Path, ids: list[int]) -> torch.Tensor:
     """Return our logits of all positions, [num_tokens, vocab_size]."""
     config = read_model_config(directory)
     model = load_model(directory, config, torch.float32, "cpu")
-    kv = torch.zeros(config.num_layers, 6, 2, config.num_kv_heads, 4, config.head_dim)
+    kv = torch.zeros(KvLayout.of(config.pool("float32"), 4).stacked_shape(6))
     hidden = model.forward(ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 4, "cpu"), kv)
     return model.logits(hidden)
 
@@ -156,6 +172,18 @@ def wrap(model: Path, directory: Path, **changes: Any) -> Path:
     tensors = {f"language_model.{name}": value for name, value in load_file(model / "model.safetensors").items()}
     save_file(tensors | {"vision_tower.proj.weight": torch.ones(2, 2)}, directory / "model.safetensors")
     return directory
+
+
+def test_the_text_of_kimi_k2_5_is_that_of_deepseek_v3(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """In the names of the published file. transformers 5.23 has the same text model, but saves it by other names."""
+    model = checkpoint("deepseek_v3", first_k_dense_replace=1)
+    wrapped = wrap(model, tmp_path / "wrapped", model_type="kimi_k2")
+    config = json.loads((wrapped / "config.json").read_text()) | {"model_type": "kimi_k25"}
+    (wrapped / "config.json").write_text(json.dumps(config))
+    tensors = load_file(wrapped / "model.safetensors") | {"mm_projector.proj.0.weight": torch.ones(2, 2)}
+    save_file(tensors, wrapped / "model.safetensors")
+    assert read_model_config(wrapped) == read_model_config(model)
+    assert torch.equal(logits_of(wrapped, PROMPT), logits_of(model, PROMPT))
 
 
 def test_streams_are_read_from_the_text_configuration(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

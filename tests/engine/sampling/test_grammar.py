@@ -32,7 +32,7 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def grammars(model: Path) -> Grammars:
-    return Grammars(model / "tokenizer.json", VOCAB, [EOS])
+    return Grammars(model, VOCAB, [EOS])
 
 
 def state(asked: SamplingParams, ids: Sequence[int] = ()) -> SamplingState:
@@ -124,7 +124,7 @@ def thinker(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_budget_of_tokens_survives_drafts(num_thoughts: int, close: int, thinker: Path) -> None:
     """Drafts beyond the budget are not allowed. Neither chains nor trees change the count, whichever of their drafts
     the sequence then gets."""
-    grammars = Grammars(thinker / "tokenizer.json", VOCAB + 1, [EOS])
+    grammars = Grammars(thinker, VOCAB + 1, [EOS])
     asked = params(50, grammar=THOUGHTS if close == CLOSE else thoughts(close, f"<[{close}]>"), stop_ids=(EOS,))
     text = [*range(20, 20 + num_thoughts), close, 300, close, 7, EOS]
     wrong = list(range(40, 40 + BUDGET + 2))  # thoughts that go on
@@ -215,7 +215,7 @@ def test_what_llguidance_does_not_take_breaks_every_matcher_and_the_log_says_so(
     tmp_path: Path, grammars: Grammars, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "Unknown"}}))
-    strange = Grammars(tmp_path / "tokenizer.json", VOCAB, [EOS])
+    strange = Grammars(tmp_path, VOCAB, [EOS])
     assert matcher(strange, params(9, grammar=WORDS), [1, 2]).is_broken
     assert all(matcher(grammars, params(9, grammar="{not a grammar")).is_broken for _ in range(3))
     assert grammars._compiled["{not a grammar"].num_coming == 1, "it is not tried again"
@@ -234,7 +234,7 @@ def test_a_grammar_that_is_too_much_work_from_the_start_is_broken_before_it_has_
 
 def test_only_tokens_of_the_tokenizer_are_allowed_and_the_models_own_ends(model: Path) -> None:
     """A model may have more logits than its tokenizer has tokens, and other ends than tokenizer.json names."""
-    wide = Grammars(model / "tokenizer.json", VOCAB + 64, [9, 11])
+    wide = Grammars(model, VOCAB + 64, [9, 11])
     done = matcher(wide, params(50, grammar=WORDS), tokens(model, "abcd 1 2 3 444"))
     assert next_mask(wide, done) == [9, 11]
 

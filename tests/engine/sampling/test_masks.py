@@ -25,7 +25,7 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def masks(model: Path) -> RoundMasks:
-    return RoundMasks(Grammars(model / "tokenizer.json", VOCAB, [EOS]), pinned=False)
+    return RoundMasks(Grammars(model, VOCAB, [EOS]), pinned=False)
 
 
 def state(asked: SamplingParams, ids: Sequence[int] = ()) -> SamplingState:

@@ -28,25 +28,56 @@ TINY: dict[str, Any] = {  # fields of a transformers configuration
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-_DEEPSEEK = {
+_LATENTS: dict[str, Any] = {  # multi-head latent attention
     "kv_lora_rank": 40,
     "q_lora_rank": None,
     "qk_nope_head_dim": 20,
     "qk_rope_head_dim": 16,
     "v_head_dim": 24,
+    "moe_intermediate_size": 24,
+}
+_DEEPSEEK: dict[str, Any] = _LATENTS | {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
     "n_shared_experts": 2,
     "n_group": 4,
     "topk_group": 2,
+    "first_k_dense_replace": None,  # all layers
 }
-
-
 _CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2"}
-_EXPERTS: dict[str, dict[str, Any]] = {
+FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
+    "mistral": {"sliding_window": None},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "glm4_moe": {"n_routed_experts": 7, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 24},
+    "glm4_moe_lite": _LATENTS | {"n_routed_experts": 7, "num_experts_per_tok": 3, "q_lora_rank": 28},
+    "mistral4": _LATENTS
+    | {
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "q_lora_rank": 28,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
     "minimax_m2": {"num_local_experts": 7, "num_experts_per_tok": 2, "intermediate_size": 48, "rotary_dim": 8},
     "gpt_oss": {
         "num_local_experts": 5,
@@ -64,39 +95,36 @@ _EXPERTS: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
 }
+_BIASED = ("gpt_oss", "glm4_moe_lite")  # families whose biases and sinks are spread
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
     """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`.
 
-    Families: llama, mistral, qwen2, qwen3, qwen3_moe (4 experts, 2 of them active), glm4_moe and minimax_m2 (7
-    experts), gpt_oss (5 experts, a window of 7 in every other layer), deepseek_v2 and deepseek_v3 (dense unless
-    `first_k_dense_replace` is given), and hyper_llama, a llama with `hc_mult` residual streams (4 by default). `config`
-    overrides fields of the transformers configuration."""
+    Families: those of transformers' configurations, most of which `FIELDS` makes small, and hyper_llama, a llama with
+    `hc_mult` residual streams (4 by default). Layers of deepseek_v2 and deepseek_v3 are dense unless
+    `first_k_dense_replace` is given. `config` overrides fields of the transformers configuration."""
     import torch
     import transformers
 
     hc_mult: Any = config.pop("hc_mult", 4) if family == "hyper_llama" else None
     class_name = _CLASS_NAMES.get(family) or "".join(map(str.capitalize, family.split("_")))
-    fields: dict[str, Any] = {
-        **TINY,
-        "head_dim": 16,
-        **({"sliding_window": None} if family == "mistral" else {}),
-        **_EXPERTS.get(family, {}),
-        **(_DEEPSEEK if "deepseek" in family else {}),
-        **config,
-    }
-    if "deepseek" in family:
+    fields: dict[str, Any] = {**TINY, "head_dim": 16, **FIELDS.get(family, {}), **config}
+    if "kv_lora_rank" in fields:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-        fields.setdefault("first_k_dense_replace", fields["num_hidden_layers"])
+        del fields["head_dim"]
+    if fields.get("first_k_dense_replace", 0) is None:
+        fields["first_k_dense_replace"] = fields["num_hidden_layers"]
     torch.manual_seed(seed)
     model = getattr(transformers, f"{class_name}ForCausalLM")(getattr(transformers, f"{class_name}Config")(**fields))
     path.mkdir(parents=True, exist_ok=True)
     model.float().eval().save_pretrained(path)
     if family == "hyper_llama":
         _add_streams(path, hc_mult, seed)
-    if family == "gpt_oss":
+    if family in _BIASED:
         _add_biases(path, seed)
     (path / "tokenizer.json").write_text(_tokenizer())
     tokenizer_config = {
@@ -128,7 +156,7 @@ def _add_streams(path: Path, hc_mult: Any, seed: int) -> None:
 
 
 def _add_biases(path: Path, seed: int) -> None:
-    """Replace the biases of the gpt-oss in `path`, which transformers leaves at zero, and spread its sinks."""
+    """Replace the biases of the model in `path`, which transformers leaves at zero, and spread its sinks."""
     import torch
 
     tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)

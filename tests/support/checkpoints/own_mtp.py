@@ -44,9 +44,10 @@ class OwnMtpOracle:
 
     def __init__(self, path: Path, scheme: Scheme | None = None) -> None:
         self.target = rounding_model(path, scheme)
-        num = self.target.config.num_hidden_layers
-        # the extra layer's tensors are those of one more ordinary layer
-        deeper = rounding_model(path, scheme, num_hidden_layers=num + 1)
+        num, types = self.target.config.num_hidden_layers, getattr(self.target.config, "mlp_layer_types", None)
+        # the extra layer's tensors are those of one more ordinary layer, like the last
+        more = {} if types is None else {"mlp_layer_types": [*types, types[-1]]}
+        deeper = rounding_model(path, scheme, num_hidden_layers=num + 1, **more)
         self._layer, self._rotary = deeper.model.layers[num], deeper.model.rotary_emb
         own = f"model.layers.{num}."
         self._tensors = {

@@ -139,6 +139,9 @@ SCHEMES = {
     "ue8m0": Scheme(_BLOCKS | {"scale_fmt": "ue8m0"}, "blocks", "groups", "weight_scale_inv", is_power_of_two=True),
     "fp8": Scheme(_FP8, "tensor", "rows"),
     "fp8-static": Scheme(_FP8 | {"activation_scheme": "static"}, "tensor", "stored"),
+    "fp8-mistral": Scheme(
+        _FP8 | {"activation_scheme": "static", "weight_block_size": None}, "tensor", "stored", "weight_scale_inv"
+    ),
     "w8a8": Scheme(
         _compressed({"strategy": "channel"}, {"strategy": "token", "dynamic": True}), "rows", "rows", shape=(1,)
     ),
@@ -173,7 +176,8 @@ def quantized(plain: Path, path: Path, scheme: Scheme) -> Path:
             scheme.shape if scales.ndim == 0 else scales.shape
         )
         if scheme.inputs == "stored":
-            out[f"{name.removesuffix('weight')}input_scale"] = _stored_scale(name).float().reshape(scheme.shape)
+            own = "activation_scale" if scheme.scale_name == "weight_scale_inv" else "input_scale"
+            out[f"{name.removesuffix('weight')}{own}"] = _stored_scale(name).float().reshape(scheme.shape)
         if scheme.is_in_own_file and name.endswith("k_proj.weight"):
             out[f"{name.removesuffix('weight')}k_scale"] = torch.ones(())
     save_file(out, path / "model.safetensors", {"format": "pt"})

@@ -34,8 +34,9 @@ class Reference:
     num_compared: int = 0
 
     def __post_init__(self) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
+        AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # its list lacks the class
         self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=getattr(torch, self.dtype))
         self.model = self.model.to(self.device).eval()
         self.model.generation_config.eos_token_id = None  # what ends an output is the test's business

@@ -1,0 +1,192 @@
+"""Families in odd shapes, end to end: the numbers of transformers in one forward, and its text through the handoff.
+
+Each row of SHAPES runs every test. The gate runs few prompts of each, `whole` all lengths and all of oracles/matrix.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from matrix import PAGE_SIZE, Cell, Plain, run_cell
+from node_pair import node_pairs, params
+from own_mtp import with_mtp
+from safetensors.torch import load_file
+from thinned import thinned
+from ties import Reference
+
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.models.registry import load_model, tensor_specs
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.work import BatchRow
+from baton.metadata.handoff.schema.kv_layout import KvLayout
+
+NUM_PAGES = 40
+TOLERANCE = 1e-4
+LONGEST = 300  # tokens of a prompt
+NUM_TOKENS = 12  # of an output
+
+
+LENGTHS = thinned([[1, 8, 61], *([*range(i, i + 50)] for i in range(1, LONGEST, 50))], lambda i, _: i == 0)
+
+
+class Shape(NamedTuple):
+    """A small random model of a family."""
+
+    family: str
+    config: dict[str, Any]
+    drafter: str = "ngram"  # "mtp": a prediction layer in its own checkpoint
+
+
+SHAPES = {
+    "glm4-lite": Shape(
+        "glm4_moe_lite",
+        {"num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 96, "routed_scaling_factor": 1.8},
+        "mtp",
+    ),
+    "glm4-lite-one-dense-between": Shape(
+        "glm4_moe_lite",
+        {
+            "num_hidden_layers": 3,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+        },
+    ),
+    "mistral4": Shape(
+        "mistral4", {"num_hidden_layers": 3, "num_attention_heads": 6, "hidden_size": 96, "first_k_dense_replace": 1}
+    ),
+    "mistral4-groups": Shape(
+        "mistral4",
+        {
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "q_lora_rank": None,
+        },
+    ),
+    "ministral3": Shape(
+        "ministral3", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "num_hidden_layers": 3}
+    ),
+    "ministral3-tied-window": Shape(
+        "ministral3",
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "llama_4_scaling_beta": 0.7,
+                "original_max_position_embeddings": 11,
+            },
+        },
+    ),
+}
+
+
+@pytest.fixture(params=SHAPES)
+def shape(request: pytest.FixtureRequest) -> Shape:
+    return SHAPES[request.param]
+
+
+@pytest.fixture
+def model(shape: Shape, checkpoint: Callable[..., Path]) -> Path:
+    """A checkpoint of the shape, with its drafter if that is a layer of it."""
+    source = checkpoint(shape.family, **shape.config)
+    if shape.drafter != "mtp":
+        return source
+    path = source.with_name(f"{source.name}-mtp")
+    return path if path.exists() else with_mtp(source, path)
+
+
+def settings(shape: Shape, **more: Any) -> dict[str, Any]:
+    """Return those of a node that drafts."""
+    return {"page_size": PAGE_SIZE, "speculative": shape.drafter, "draft_steps": 3, **more}
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1, 512), k=num_tokens)
+
+
+def forward(model: Path, ids: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
+    """Return the logits of all tokens, [len(ids), vocab_size], from a pool full of NaN with scattered pages."""
+    config = read_model_config(model)
+    loaded = load_model(model, config, torch.float32, "cpu")
+    kv = torch.full(KvLayout.of(config.pool("float32"), PAGE_SIZE).stacked_shape(NUM_PAGES), float("nan"))
+    pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), 25), 0, []
+    for num in chunks:
+        batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
+        logits.append(loaded.logits(loaded.forward(batch, kv)))
+        position += num
+    return torch.cat(logits)
+
+
+def test_logits_equal_transformers(model: Path) -> None:
+    ids = prompt(90)
+    with torch.inference_mode():
+        expected = Reference(model).model(torch.tensor([ids])).logits[0]
+    assert expected.std() > 0.5  # else everything is close
+    for chunks in ((90,), (1, 5, 13, 20, 1, 1, 1, 17, 31)):
+        torch.testing.assert_close(forward(model, ids, chunks), expected, atol=TOLERANCE, rtol=0)
+
+
+def test_the_tensors_are_what_transformers_writes(model: Path) -> None:
+    written = {name: tuple(tensor.shape) for name, tensor in load_file(model / "model.safetensors").items()}
+    own = f"model.layers.{read_model_config(model).num_layers}."  # the drafter's
+    written = {name: size for name, size in written.items() if not name.startswith(own)}
+    assert {spec.name: spec.shape for spec in tensor_specs(read_model_config(model))} == written
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda each: f"{each[0]}-{each[-1]}")
+def test_the_handoff_serves_the_text_of_transformers(model: Path, shape: Shape, lengths: list[int]) -> None:
+    """Prompts of each length: one of its own, in chunks, and one that finds its beginning in the prefix cache. Two
+    ranks decode."""
+    reference = Reference(model)
+    reference.max_router_ties = 1
+    both = settings(shape, num_pages=600, chunk_tokens=23)
+    longer = prompt(LONGEST)
+    own = {f"own {length}": prompt(length, length) for length in lengths}
+    prompts = own | {f"shared {length}": longer[:length] for length in lengths}
+    with node_pairs() as start:
+        pair = start(model, prefill=both, decode={**both, "tp": 2})
+        for rid, ids in prompts.items():
+            pair.submit(rid, ids, params(NUM_TOKENS))
+            if rid.startswith("shared"):  # the ones before have left their pages
+                pair.run(timeout_s=170)
+        results = pair.results
+        assert pair.decode.stats().num_drafted > 0
+    num_hits = sum(bool(result.ended and result.ended.num_cached) for result in results.values())
+    assert num_hits >= sum(length > 2 * PAGE_SIZE for length in lengths) - 1
+    for rid, ids in prompts.items():
+        check_text(reference, ids, results[rid, 0].ids)
+    assert reference.num_ties <= 1, (reference.num_ties, reference.num_router_ties)
+
+
+@pytest.mark.whole
+def test_no_way_to_compute_it_changes_the_text(model: Path, shape: Shape) -> None:
+    """Grammars, choices, penalties, hits, preemptions and local prompts, between unlike numbers of ranks."""
+    both = settings(shape, num_pages=190, max_running=10, chunk_tokens=5)
+    plain = Plain.of(model)
+    with node_pairs() as start:
+        pair = start(model, prefill={**both, "tp": 2}, decode=both)
+        for cell in (Cell(False, True, False), Cell(True, True, True)):
+            run_cell(pair, cell, plain.cases, "mixed")
+        assert pair.decode.rounds.stats.num_drafted > 0
+
+
+def check_text(reference: Reference, ids: list[int], ours: list[int]) -> None:
+    """Check a greedy text by one forward over all of it. Only a text with another token is generated anew."""
+    with torch.inference_mode():
+        best = reference.model(torch.tensor([ids + ours[:-1]])).logits[0, len(ids) - 1 :].argmax(1).tolist()
+    assert len(ours) == NUM_TOKENS
+    if best != ours:
+        reference.assert_greedy(ids, ours, reference.generate(ids, NUM_TOKENS))
