@@ -185,8 +185,8 @@ class _End:
     held: dict[Way, list[_Held]] = field(default_factory=lambda: {"in": [], "out": []})
 
     def due(self, way: Way) -> list[Any]:
-        """Remove and return the messages whose delay is over."""
-        now, held = _real_monotonic(), self.held[way]
+        """Remove and return the messages whose delay is over, in the order in which it was over."""
+        now, held = _real_monotonic(), sorted(self.held[way], key=lambda each: each.until)
         self.held[way] = [each for each in held if each.until > now]
         return [each.frames for each in held if each.until <= now]
 
