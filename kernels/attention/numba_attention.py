@@ -35,14 +35,12 @@ def attend(
     of_heads = _NONE if sinks is None else sinks.numpy()
     out = np.empty((num_tokens, num_heads, head_dim), dtype=np.float32)
     pages = kv[layer : layer + 1]  # contiguous, which the pool need not be
-    # of one layout, because numba compiles each layout anew: that takes seconds
-    table, tree_starts = np.ascontiguousarray(rows.block_table), np.ascontiguousarray(rows.tree_starts)
 
     def attend_part(part: slice) -> None:
         starts = rows.starts[part.start : part.stop + 1]
         numba_kernels.attend(
-            heads, pages, 0, rows.cos, rows.sin, q_norm, k_norm, eps, table[part], starts,
-            rows.seq_lens[part], rows.positions, tree_starts[part], rows.visible, window or 0,
+            heads, pages, 0, rows.cos, rows.sin, q_norm, k_norm, eps, rows.block_table[part], starts,
+            rows.seq_lens[part], rows.positions, rows.tree_starts[part], rows.visible, window or 0,
             scale or head_dim**-0.5, of_heads, out,
         )  # fmt: skip
 

@@ -58,21 +58,22 @@ class PagedRows:
         """Return the inputs of a forward in which sequence i has `query_lens[i]` new tokens.
 
         All tensors are on the CPU. `rotary` is (cos, sin), and `seq_lens` is [num_seqs] int64. Shapes and dtypes of the
-        others are those of the fields. The arrays share the tensors' memory."""
+        others are those of the fields. The arrays share the tensors' memory where these are contiguous: numba compiles
+        each layout anew, which takes seconds."""
         starts = np.zeros(len(query_lens) + 1, dtype=np.int64)
         np.cumsum(query_lens, out=starts[1:])
         assert positions.shape == (starts[-1],) and block_table.shape[0] == len(seq_lens) == len(query_lens)
         assert tree is None or (len(tree.visible) == starts[-1] and len(tree.starts) == len(seq_lens)), tree
-        lens = seq_lens.numpy()
+        lens = seq_lens.contiguous().numpy()
         return cls(
             cos=rotary[0].numpy(),
             sin=rotary[1].numpy(),
-            block_table=block_table.numpy(),
+            block_table=block_table.contiguous().numpy(),
             starts=starts,
             seq_lens=lens,
-            positions=positions.numpy(),
-            tree_starts=lens if tree is None else tree.starts.numpy(),
-            visible=_CAUSAL if tree is None else tree.visible.numpy(),
+            positions=positions.contiguous().numpy(),
+            tree_starts=lens if tree is None else tree.starts.contiguous().numpy(),
+            visible=_CAUSAL if tree is None else tree.visible.contiguous().numpy(),
             parts=_parts(query_lens, lens),
         )
 

@@ -122,8 +122,8 @@ class Case:
 
 
 def test_a_pool_that_is_a_part_of_a_memory_is_read_by_the_same_machine_code() -> None:
-    """The pool of a rank: its layers are contiguous, and other ranks' pages lie between them. So is a block table that
-    is a part of a wider one. A compilation would take seconds, while requests wait."""
+    """The pool of a rank: its layers are contiguous, and other ranks' pages lie between them. So are a block table and
+    a tree that are parts of wider ones. A compilation would take seconds, while requests wait."""
     case = Case(*SHAPES["mixture"])
     whole = case.run(None)
     q = torch.randn(len(case.seq_lens), case.num_heads, case.head_dim)
@@ -136,6 +136,10 @@ def test_a_pool_that_is_a_part_of_a_memory_is_read_by_the_same_machine_code() ->
     assert not case.table.is_contiguous()
     assert torch.equal(case.run(None), whole)
     assert torch.equal(attend_stored(q, part, LAYER, case.table, torch.tensor(case.seq_lens)), stored)
+    case = Case(*SHAPES["verify"], is_tree=True)
+    whole, visible = case.run(None), case.tree.visible
+    case.tree = case.tree._replace(visible=torch.cat([visible, visible], 1)[:, : visible.shape[1]])
+    assert torch.equal(case.run(None), whole)
     assert [len(each.signatures) for each in (numba_kernels.attend, numba_kernels.attend_stored)] == counts
 
 
