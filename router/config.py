@@ -109,8 +109,8 @@ class RouterConfig(ProcessConfig):
     max_attempts: int = setting(4, "end a request with an error after this many failed attempts in a row")
     node_wait_s: float = setting(
         10.0,
-        "let requests wait this many seconds for a new node if no node is left that can take them; then end them "
-        "with 503",
+        "let requests wait this many seconds for a new node if no node is left that can take them, or none has joined "
+        "since the router started; then end them with 503",
     )
     local_prefill: LocalPrefill = setting(
         "never",

@@ -189,6 +189,8 @@ class RouterSession:
         if message.notice:
             logger.warning("the router says: %s", message.notice)
         self._is_joined = True
+        if self.protocol < Proven.since:
+            self._remember(())  # this router will not say when a pair is no longer right
         todo.append(Joined(message.router_epoch, self.protocol))
         if message.need_tokenizer:
             self._send(self._tokenizer(), self.protocol)

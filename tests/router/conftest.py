@@ -167,6 +167,7 @@ class System:
         for place in range(num_decode):
             self.cluster.add("decode", f"d{place}")
         self.router.wait_ready()
+        self.router.router.api.early.stop()  # as if it had started long ago
         return self
 
     def complete(self, **body: Any) -> tuple[int, Any, dict[str, str]]:

@@ -50,7 +50,7 @@ async def serve_chat(
     read. Raises an error that precedes all output."""
     check_chat(body)
     asked_grammar(body)
-    group, tokenizer = api.group_of(body.model)
+    group, tokenizer = await api.group_of(body.model)
     use = tool_use(body, group.template, api.config.tool_parser)
     with admitted(api, http_request, body, group, 1):
         prompt = await api.side_work.chat_prompt(body, group, tokenizer, None if use is None else use.for_template)

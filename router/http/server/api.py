@@ -5,6 +5,7 @@ Handlers know this file. app.py makes the aiohttp application of an Api and the 
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import secrets
 import time
@@ -27,7 +28,16 @@ from ...nodes.availability import Expected, no_node
 from ...nodes.node import ROLES, NodeGroup
 from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
-from ..bodies.bodies import BODY_SIZE, Bodies, decoded_mended, decoded_strictly, most_plain, quick_size, takes_ids
+from ..bodies.bodies import (
+    BODY_SIZE,
+    MAX_BODIES,
+    Bodies,
+    decoded_mended,
+    decoded_strictly,
+    most_plain,
+    quick_size,
+    takes_ids,
+)
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
 from ..generation.grammars import GrammarChecks
@@ -41,6 +51,8 @@ ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the bod
 _MESSAGES_PATH = "/v1/messages"  # answers on it and below it have Anthropic's shape
 _VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every request
 _OPENAI_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+
+_LOOK_AGAIN_S = 0.1  # how long an early request waits before it looks for nodes again
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -62,6 +74,7 @@ class Api:
         self.feed = Feed(self.snapshots.read)
         self.grammars = GrammarChecks()
         self.in_flight = InFlight(dispatcher.abort)
+        self.early = EarlyRequests(config)
         self._expected = Expected(config.expected)
         self.side_work = SideWork()
         self._bodies = Bodies(config.max_body_bytes)
@@ -87,6 +100,7 @@ class Api:
     def drain(self) -> None:
         """Take no new requests, and end what only looks."""
         self.is_draining = True
+        self.early.stop()
         self.feed.close()
 
     def close(self) -> None:
@@ -110,11 +124,20 @@ class Api:
             return missing
         return None if self.dispatcher.health.is_ready else self.dispatcher.health.reason
 
-    def group_of(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
+    async def group_of(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
         """Return the group with the shortest queue that serves a model. None stands for the only model served.
 
-        Raises NotFound for a model that no node has ever offered, Unavailable if its nodes are missing.
+        If the router has just started, wait for the nodes of the model. Raises NotFound for a model that no node has
+        ever offered, Unavailable if its nodes are missing.
         """
+        while True:
+            try:
+                return self._group_now(model)
+            except (NotFound, Unavailable):
+                if not await self.early.has_waited(BODY_SIZE.get().num_bytes):
+                    raise
+
+    def _group_now(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
         registry = self.dispatcher.registry
         if model is None:
             served = {group.key.model for group in registry.models()}
@@ -167,6 +190,34 @@ def is_anthropic(http_request: web.BaseRequest) -> bool:
 def json_response(value: Any) -> web.Response:
     """Return a successful answer whose body is a Struct as JSON."""
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
+
+
+class EarlyRequests:
+    """Requests that come before the nodes of their model do. The nodes of a restarted router join it again within
+    seconds, so requests wait for them until `node_wait_s` after its start. Their number and bytes are bounded."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._until = time.monotonic() + config.node_wait_s
+        self._max_requests, self._max_bytes = config.max_waiting, MAX_BODIES * config.max_body_bytes
+        self.num_requests = self._num_bytes = 0
+
+    async def has_waited(self, num_bytes: int) -> bool:
+        """Wait a moment with a request of so many bytes. Return False at once if it may not wait any longer."""
+        is_full = self.num_requests >= self._max_requests or self._num_bytes + num_bytes > self._max_bytes
+        if is_full or time.monotonic() >= self._until:
+            return False
+        self.num_requests += 1
+        self._num_bytes += num_bytes
+        try:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        finally:
+            self.num_requests -= 1
+            self._num_bytes -= num_bytes
+        return True
+
+    def stop(self) -> None:
+        """No request may wait any longer."""
+        self._until = time.monotonic()
 
 
 class _HttpRequest(NamedTuple):

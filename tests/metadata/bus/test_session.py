@@ -220,6 +220,12 @@ def test_partners_are_forgotten_when_no_router_is_there_for_a_minute(
     assert proven_to_the_next(joined) == (("x",) if is_kept else ())
 
 
+def test_partners_are_forgotten_if_a_router_joined_that_takes_no_verdict_back(joined: Node) -> None:
+    joined.take(Proven(router_epoch="a", epochs=("x",)))
+    joined.take(Welcome(router_epoch="old", protocol=Proven.since - 1, need_tokenizer=False))
+    assert proven_to_the_next(joined) == ()
+
+
 def test_a_silent_router_is_reported_lost_once(joined: Node) -> None:
     joined.now += 5.0
     assert joined.take() == []

@@ -145,6 +145,34 @@ def test_a_request_waits_while_only_nodes_of_one_role_have_come_back_to_the_rout
     system.router.wait_idle()
 
 
+def test_requests_wait_for_the_first_nodes_of_a_router_that_has_just_started(make_system: Make) -> None:
+    system = make_system(router={"max_waiting": 1})
+    early = system.router.router.api.early
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(system.complete)
+        wait_until(lambda: asking.done() or early.num_requests == 1)
+        status, body, _ = system.complete()
+        assert (status, body["error"]["message"]) == (503, "no node has joined"), "one more than may wait"
+        system.up()
+        status, body, _ = asking.result(30)
+    assert status == 200 and body["choices"][0]["text"] == system.text, body
+    assert early.num_requests == 0
+    system.router.wait_idle()
+
+
+@pytest.mark.parametrize("ends", ["its time is over", "the router stops"])
+def test_no_request_waits_for_first_nodes_longer_than_stated(make_system: Make, ends: str) -> None:
+    system = make_system(router={"node_wait_s": 0.5 if ends == "its time is over" else 100.0})
+    api = system.router.router.api
+    with ThreadPoolExecutor() as pool:
+        asking = pool.submit(system.complete)
+        wait_until(lambda: asking.done() or api.early.num_requests == 1)
+        if ends == "the router stops":
+            system.router.call(api.drain)
+        status, body, _ = asking.result(30)
+    assert (status, body["error"]["message"]) == (503, "no node has joined")
+
+
 def test_a_node_that_leaves_cannot_be_put_back(make_system: Make) -> None:
     system = make_system(router={"node_wait_s": 0.2}).up()
     system.cluster.by_name("d0").post(m.Leaving(done=False, reason="SIGTERM"))
@@ -281,7 +309,7 @@ def _states(system: System) -> dict[str, str]:
 
 
 def test_without_nodes_requests_get_503(make_system: Callable[..., System]) -> None:
-    system = make_system()
+    system = make_system(router={"node_wait_s": 0.0})
     status, body, headers = system.complete()
     assert (status, body["error"]["type"]) == (503, "server_error")
     assert "no node has joined" in body["error"]["message"]

@@ -292,7 +292,7 @@ def test_a_stream_that_fails_ends_with_an_error(make_system: Callable[..., Syste
 
 
 def test_the_key_may_come_in_x_api_key(make_router: Callable[..., RunningRouter]) -> None:
-    router = make_router(api_key="secret")
+    router = make_router(api_key="secret", node_wait_s=0.0)
     for headers, status in [
         ({"x-api-key": "secret"}, 503),  # no node has joined
         ({"Authorization": "Bearer secret"}, 503),

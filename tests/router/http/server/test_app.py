@@ -139,6 +139,7 @@ def test_each_refusal_is_one_line_without_the_text(
     authorization = {"Authorization": "Bearer k"}
     model = {"model": "fake"}
     wait_until(lambda: system.router.request("POST", "/detokenize", {**model, "tokens": []}, authorization)[0] == 200)
+    system.router.router.api.early.stop()
     for method, path, body, headers, words in CASES:
         caplog.clear()
         headers = {} if "401" in words else headers or authorization
