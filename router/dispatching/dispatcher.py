@@ -615,7 +615,8 @@ class Dispatcher:
         if self._requests.pop(request.rid, None) is not None and not request.is_canary:
             self.finished.add(request.timeline)
             self._effects.append(Over(request.timeline))
-        self._rescheduling.leave_nodes(request, reason, now)
+        if request.attempts or not request.is_complete:
+            self._rescheduling.leave_nodes(request, reason, now)
         self._to_pump.add(request.group)
 
     # Nodes come and go, and pairs are tested
