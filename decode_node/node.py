@@ -261,7 +261,8 @@ class DecodeNode:
 
     def _reserve(self, message: Reserve | Compute) -> None:
         for sequence in self._reservations.grant(message):
-            self.executor.expect(sequence.sampling.params.grammar)
+            if sequence.sampling.params.grammar is not None:
+                self.executor.expect(sequence.sampling.params.grammar)
             if isinstance(message, Compute):
                 self._start_local(sequence)
             else:

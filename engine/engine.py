@@ -349,7 +349,8 @@ class Engine:
 
     def check(self) -> None:
         """Raise RuntimeError if results that the device has computed are wrong, because another rank is gone."""
-        self._ranks.group.check()
+        if self._ranks.group.size > 1:
+            self._ranks.group.check()
 
     @property
     def window(self) -> int | None:
@@ -380,9 +381,9 @@ class Engine:
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed:
         """Store the rows' KV; return their logits and the states that a drafter needs of their tokens."""
-        computed, lens = None, self._ranks.lens
-        if self._prompt_graphs is not None and len(set(lens)) <= 1:  # a graph has as many rows of each rank
-            computed = self._prompt_graphs.compute(rows, *lens[:1])
+        computed = None
+        if self._prompt_graphs is not None and len(set(self.lens)) <= 1:  # a graph has as many rows of each rank
+            computed = self._prompt_graphs.compute(rows, *self.lens[:1])
         return computed or self.compute_batch(ForwardBatch.build(rows, self.pool.page_size, self.device))
 
     def has_room(self, num_rows: int) -> bool:

@@ -44,6 +44,11 @@ def notify(
         sender.sendto("\n".join(lines).encode(), address)
 
 
+def has_manager() -> bool:
+    """Whether a service manager listens to this process."""
+    return bool(os.environ.get("NOTIFY_SOCKET"))
+
+
 def forget() -> None:
     """Say nothing more. A child process calls this: the manager listens to the process that it started."""
     os.environ.pop("NOTIFY_SOCKET", None)

@@ -184,7 +184,8 @@ class PrefillNode:
             for choice in message.choices:
                 self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error))
             return
-        self.prompts.expect(request.generation.params.grammar)
+        if request.generation.params.grammar is not None:
+            self.prompts.expect(request.generation.params.grammar)
         num_tokens = len(request.token_ids)
         logger.info("prompt of %d tokens, %d choices", num_tokens, len(request.choices), extra={"rid": request.rid})
         if self.scheduler.num_pages(request) > self.cache.pool.num_usable:

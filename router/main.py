@@ -21,7 +21,7 @@ from ..metadata.bus.hub import Hub
 from ..metadata.bus.sockets import new_epoch
 from ..metadata.errors import ConfigError
 from ..metadata.garbage import Garbage
-from ..metadata.service_manager import notify
+from ..metadata.service_manager import has_manager, notify
 from .config import RouterConfig
 from .dispatching.runner import RunningDispatcher
 from .figures.export import TraceExport, configured_export
@@ -228,8 +228,10 @@ async def _main(config: RouterConfig) -> int:
 
 
 async def _keep_up(garbage: Garbage, router: Router) -> None:
+    has_listener = has_manager()
     while True:
         await asyncio.sleep(_LOOK_S)
         router.api.access.look()
-        notify("alive", router.words)
+        if has_listener:
+            notify("alive", router.words)
         garbage.look(time.monotonic(), is_idle=router.is_idle)

@@ -87,8 +87,8 @@ class PromptExecutor(Protocol):
         """Free what is kept of a prompt, if there is anything."""
         ...
 
-    def expect(self, grammar: str | None) -> None:
-        """Prepare for a request with this grammar, without waiting; None: it has none."""
+    def expect(self, grammar: str) -> None:
+        """Prepare for a request with this grammar, without waiting."""
         ...
 
     def submit(self, chunk: Chunk) -> BegunChunk:

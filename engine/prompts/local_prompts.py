@@ -40,7 +40,7 @@ class LocalPrompts:
     def __init__(self, engine: Engine, slots: Slots) -> None:
         """`slots` get the drafter's states."""
         self._engine, self._slots = engine, slots
-        self._kept: dict[int, _Kept] = {}  # by slot
+        self.kept: dict[int, _Kept] = {}  # by slot, of prompts that are not whole
 
     @property
     def num_states(self) -> int:
@@ -78,18 +78,18 @@ class LocalPrompts:
             self._finish(work, [local for local, _ in ends], [kept.states for _, kept in ends])
         for local, kept in zip(work.local, latest, strict=True):
             if local.sampling is None:
-                self._kept[local.slot] = kept
+                self.kept[local.slot] = kept
             else:
                 self.forget(local.slot)
 
     def forget(self, slot: int) -> None:
         """Free what is kept for a slot, if there is anything."""
-        self._kept.pop(slot, None)
+        self.kept.pop(slot, None)
 
     def _latest(self, local: LocalRow, row: BatchRow, states: Tensor) -> _Kept:
         """Return the states of the last positions, given those of the row, [len(row.input_ids), extend width]. What was
         kept before a preemption is of other positions, and is left out."""
-        kept, latest = self._kept.get(local.slot), states[-self.num_states :]
+        kept, latest = self.kept.get(local.slot), states[-self.num_states :]
         if kept is not None and kept.stop == row.position and len(latest) < self.num_states:
             latest = torch.cat([kept.states, latest])[-self.num_states :]
         return _Kept(_stop(row), latest.clone())

@@ -105,8 +105,8 @@ class Prompts:
         """Free what is kept of a prompt, if there is anything."""
         self._kept.pop(key, None)
 
-    def expect(self, grammar: str | None) -> None:
-        """Prepare for a request with this grammar, without waiting; None: it has none."""
+    def expect(self, grammar: str) -> None:
+        """Prepare for a request with this grammar, without waiting."""
         self.engine.grammars.prepare(grammar)
 
     def _submit(self, chunk: Chunk) -> SubmittedChunk:
@@ -320,9 +320,9 @@ class SubmittedTails:
             self._event.synchronize()
         self._engine.check()
         assert self._draft is not None or self._engine.drafter is None or not self._handed, "call `draft` first"
-        no_memory = str(_out_of_memory("the drafts after the first tokens"))
-        reasons = [no_memory if index in self._without_memory else "" for index in range(len(self._tails))]
-        rows = [HandoffRows([], reason) for reason in reasons]
+        rows = [HandoffRows([]) for _ in self._tails]
+        for index in self._without_memory:
+            rows[index] = HandoffRows([], str(_out_of_memory("the drafts after the first tokens")))
         num_packed, first_tokens = 0, self.first_tokens()
         for index in self._handed:
             rows[index] = self._pack(self._tails[index], first_tokens[index], num_packed)

@@ -109,8 +109,8 @@ class RankExecutor:
     def read_row(self, row: bytes) -> Sampled:
         return self._own.read_row(row)
 
-    def expect(self, grammar: str | None) -> None:
-        """Prepare for a request with this grammar, without waiting; None: it has none."""
+    def expect(self, grammar: str) -> None:
+        """Prepare for a request with this grammar, without waiting."""
         self._own.expect(grammar)
 
 
@@ -160,6 +160,6 @@ class RankPrompts:
         self._ranked.send(Forget(key))
         self._own.forget(key)
 
-    def expect(self, grammar: str | None) -> None:
-        """Prepare for a request with this grammar, without waiting; None: it has none."""
+    def expect(self, grammar: str) -> None:
+        """Prepare for a request with this grammar, without waiting."""
         self._own.expect(grammar)

@@ -341,8 +341,8 @@ class DeviceExecutor:
         self._row_buffer.unpack(row)
         return self._row_buffer.get_sampled(self.vocab_size)
 
-    def expect(self, grammar: str | None) -> None:
-        """Prepare for a request with this grammar, without waiting; None: it has none."""
+    def expect(self, grammar: str) -> None:
+        """Prepare for a request with this grammar, without waiting."""
         self.engine.grammars.prepare(grammar)
 
     # --- work ---
@@ -541,14 +541,16 @@ class DeviceExecutor:
             self._load(LoadSlot(0, [0, 0], state))
 
     def _load(self, work: LoadSlot) -> None:
-        self._local_prompts.forget(work.slot)
+        if work.slot in self._local_prompts.kept:
+            self._local_prompts.forget(work.slot)
         draft = None
         if self.drafter is not None and work.row is None:
             draft = self.drafter.allocate(1)
         elif self.drafter is not None and work.row is not None:
             self._row_buffer.unpack(work.row)
             draft = get_draft(self._row_buffer, self.drafter, work.token_ids)
-        self._masks.load(work.slot, work.sampling)
+        if work.sampling.params.grammar is not None or work.slot in self._masks.matchers:
+            self._masks.load(work.slot, work.sampling)
         self.slots.load(work.slot, len(work.token_ids) - 1, work.token_ids[-1], work.sampling, draft)
 
     # --- steps on the device ---

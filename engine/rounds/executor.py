@@ -131,6 +131,6 @@ class Executor(Protocol):
         """Return the first token of a metadata row. Raises ProtocolError if a peer's row cannot be used."""
         ...
 
-    def expect(self, grammar: str | None) -> None:
-        """Prepare for a request with this grammar, without waiting; None: it has none."""
+    def expect(self, grammar: str) -> None:
+        """Prepare for a request with this grammar, without waiting."""
         ...

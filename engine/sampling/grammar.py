@@ -148,10 +148,8 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
         self._executor = llguidance.LLExecutor(MOST_ORIGINALS)  # more threads would wait for the same locks
 
-    def prepare(self, grammar: str | None) -> None:
-        """Begin to compile the grammar of a request that comes soon, if it has one. It takes up to half a second."""
-        if grammar is None:
-            return
+    def prepare(self, grammar: str) -> None:
+        """Begin to compile the grammar of a request that comes soon. It takes up to half a second."""
         if grammar not in self._compiled:
             self._compiled[grammar] = Originals(lambda: self._compile(grammar))
         self._compiled.move_to_end(grammar)
@@ -245,17 +243,17 @@ class RoundMasks:
         """`pinned`: the masks are copied to a device."""
         self._grammars = grammars
         self._pinned = pinned
-        self._matchers: dict[int, Matcher] = {}  # by slot
+        self.matchers: dict[int, Matcher] = {}  # by slot
 
     def load(self, slot: int, state: SamplingState) -> None:
         """Give the slot to a sequence."""
-        self._matchers.pop(slot, None)
+        self.matchers.pop(slot, None)
         if state.params.grammar is not None:
-            self._matchers[slot] = self._grammars.matcher(state)
+            self.matchers[slot] = self._grammars.matcher(state)
 
     def of(self, slots: Sequence[int]) -> list[Matcher | None]:
         """Return the matchers of the sequences in these slots; None: the sequence has no grammar."""
-        return [self._matchers.get(slot) for slot in slots]
+        return [self.matchers.get(slot) for slot in slots]
 
     def fill(self, matchers: Sequence[Matcher | None], drafts: Tensor, parents: Tensor | None) -> Tensor:
         """Return the tokens that each node may be, [num_seqs * (N + 1), num_words] int32 on the host. `drafts` and

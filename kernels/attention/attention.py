@@ -189,7 +189,7 @@ def clear_fresh_pages(kv: torch.Tensor, plan: AttentionPlan) -> None:
     Slots beyond a sequence's length are gathered and masked. An earlier owner's numbers there must be finite for that,
     because 0 * NaN is NaN."""
     if plan.fresh_pages is not None:
-        for part in parts_of(kv):
+        for part in parts_of(kv) if kv.dtype == E4M3 else (kv,):
             part.index_fill_(1, plan.fresh_pages, 0)
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import zmq
 
 from ..errors import Refused
-from ..service_manager import notify
+from ..service_manager import has_manager, notify
 from ..wire.membership import IDLE, Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load, NodeStats, PoolLedger
@@ -130,6 +130,7 @@ class Membership:
         self._leaving_until: float | None = None
         self._reported_at = 0.0
         self._is_asked_to_leave = False
+        self._has_manager = has_manager()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -199,7 +200,8 @@ class Membership:
         now = time.monotonic()
         if now - self._reported_at >= REPORT_INTERVAL_S:
             self._reported_at = now
-            notify("alive")
+            if self._has_manager:
+                notify("alive")
             self._heartbeat.report(self.member.load(), self.member.stats())
             self.member.handoff.allow_for(self._heartbeat.round_trip_s)
 

@@ -81,7 +81,8 @@ class HandoffClient:
             return
         self._transfers[unit] = Transfer(unit, peer.epoch, num_cached_pages, tuple(pages))
         self._pages.expect(pages[num_cached_pages:])
-        self._team.expect(pages[num_cached_pages:])
+        if self._team.is_used:
+            self._team.expect(pages[num_cached_pages:])
         link.send(Claim(unit=unit, num_cached_pages=num_cached_pages))
 
     def drop(self, unit: Unit, reason: str) -> None:
@@ -112,7 +113,7 @@ class HandoffClient:
         """Receive, copy, check and renew, bounded. Return what happened."""
         self._has_more = False
         self._links.begin_poll()
-        for rank, report in self._team.poll():
+        for rank, report in self._team.poll() if self._team.is_used else ():
             link = self._links.by_epoch.get(report.epoch)
             if link is not None and isinstance(link.transport, RanksTransport):
                 link.transport.take(rank, report)
@@ -127,14 +128,14 @@ class HandoffClient:
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
         """Return the sockets, or their file descriptors, that the loop polls for input. They change when links open and
         close."""
-        return [*self._links.sockets(), *self._team.sockets()]
+        return [*self._links.sockets(), *(self._team.sockets() if self._team.is_used else ())]
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the sockets before it must poll; None: no limit."""
         if self._has_more or self._events or any(link.lost is not None for link in self._links):
             return 0.0
         waits = [link.renewal_at - self.end.clock() for link in self._links if self._transfers_of(link)]
-        of_ranks = self._team.wait_s()
+        of_ranks = self._team.wait_s() if self._team.is_used else None
         if of_ranks is not None:
             waits.append(of_ranks)
         return max(0.0, min(waits)) if waits else None

@@ -382,6 +382,7 @@ class PullLinks:
         part: PagePart | None = None,
     ) -> None:
         self._end, self._answer_s, self._team, self._part = end, answer_s, team, part
+        self._allow_list = end.allow_list
         needs_inbox = end.device is not None and any(TRANSPORTS[name].needs_inbox for name in end.transports)
         self._inbox = _inbox() if needs_inbox else None
         self._inbox_looks = Throttle(clock=end.clock)
@@ -447,7 +448,7 @@ class PullLinks:
         more. Called before the links are read."""
         now = self._end.clock()
         away_s, self._polled_at = max(0.0, now - self._polled_at - AWAY_S), now  # a long step, or a clock that jumped
-        is_check_due = self._end.allow_list is not None and self._end.allow_list.is_due()
+        is_check_due = self._allow_list is not None and self._allow_list.is_due()
         for link in self:
             if is_check_due:
                 link.check_key()

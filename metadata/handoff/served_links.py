@@ -34,10 +34,10 @@ from .schema.kv_layout import Shard
 from .schema.schema import kv_layouts, page_bytes
 from .tickets import Holder
 from .transfer import unpack_column
-from .transports.base import POLL_BYTES, PULL_BYTES
+from .transports.base import POLL_BYTES, PULL_BYTES, Transport
 from .transports.local import LocalTransport
 from .transports.ranks import RANKS
-from .transports.registry import TRANSPORTS
+from .transports.registry import TRANSPORTS, transport_named
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class DecodePeer:
     protocol: int  # the node is addressed in it
     hello: LinkHello  # its last one
     welcome: LinkWelcome  # our answer
+    transport: type[Transport]  # by which its pages travel
     part: PagePart | None = None  # of a link for pages alone; None: the link has tickets
     unsent: list[zmq.MessageTracker] = field(default_factory=list[zmq.MessageTracker])
 
@@ -74,6 +75,7 @@ class DecodePeers:
 
     def __init__(self, end: Endpoint, pages: OfferedPages, lease_s: float, addresses: Sequence[str]) -> None:
         self._end, self._pages, self._lease_s, self._addresses = end, pages, lease_s, tuple(addresses)
+        self._allow_list = end.allow_list
         served = [name for name in end.transports if TRANSPORTS[name].can_serve(pages)]
         self._transports = [RANKS] if end.shard.size > 1 else [*served, RANKS]
         # a rank's link may open after an offer, when the pages of a GPU are not brought to the host any more
@@ -96,11 +98,12 @@ class DecodePeers:
             return answer
         if peer is None or peer.welcome.transport != answer.transport:
             logger.info("decode node %s linked, pages travel by %s", hello.node_id, answer.transport)
+        protocol, transport = known(hello.protocol), transport_named(answer.transport)
         if peer is None:
             self._prune(busy)
-            self.by_link[holder] = DecodePeer(hello.node_id, hello.epoch, known(hello.protocol), hello, answer)
+            self.by_link[holder] = DecodePeer(hello.node_id, hello.epoch, protocol, hello, answer, transport)
         else:
-            peer.protocol, peer.hello, peer.welcome = known(hello.protocol), hello, answer
+            peer.protocol, peer.hello, peer.welcome, peer.transport = protocol, hello, answer, transport
         self.by_link[holder].part = self._part_of(hello) if isinstance(hello, RankHello) else None
         return answer
 
@@ -111,10 +114,9 @@ class DecodePeers:
     def unlisted(self) -> list[Holder]:
         """Return the links to decode nodes that are not in the allow-list any more. Reads the list about once per
         second."""
-        allow_list = self._end.allow_list
-        if allow_list is None or not allow_list.is_due():
+        if self._allow_list is None or not self._allow_list.is_due():
             return []
-        return [holder for holder, peer in self.by_link.items() if allow_list.key_of(peer.node_id) is None]
+        return [holder for holder, peer in self.by_link.items() if self._allow_list.key_of(peer.node_id) is None]
 
     def _answer(self, hello: LinkHello) -> LinkWelcome | LinkRefused:
         transports = self._rank_transports if isinstance(hello, RankHello) else self._transports
@@ -191,6 +193,7 @@ class ServedLinks:
         rank_addresses: Sequence[str] = (),
     ) -> None:
         self._end, self._pages, self._on_closed = end, pages, on_closed
+        self._allow_list = end.allow_list
         self.dropped = DroppedFrames(logger, "data link")
         self.socket = bind_data_socket(address_of_rank(bind_host, end.shard.rank), end.keys, end.context)
         self.address = bound_address(self.socket)
@@ -222,7 +225,7 @@ class ServedLinks:
         num_bytes = 0
         for _ in range(DRAIN_LIMIT):
             try:
-                received = receive_from(self.socket, self._end.allow_list, with_descriptor=True)
+                received = receive_from(self.socket, self._allow_list, with_descriptor=True)
             except zmq.Again:
                 return True
             try:
@@ -315,8 +318,7 @@ class ServedLinks:
 
     def _decode(self, received: Received) -> ToPrefill:
         message = decode_frame(to_prefill_decoder, received.body)
-        allow_list = self._end.allow_list
-        if allow_list is not None:
+        if self._allow_list is not None:
             speaker = message if isinstance(message, LinkHello) else self.peers.by_link.get(received.sender)
-            allow_list.require(received.name, speaker.node_id if speaker else received.name or "a decode node")
+            self._allow_list.require(received.name, speaker.node_id if speaker else received.name or "a decode node")
         return message

@@ -34,7 +34,6 @@ from .schema.schema import row_bytes
 from .served_links import DecodePeer, ServedLinks
 from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded, TicketFailed
 from .transfer import write_offers
-from .transports.registry import transport_named
 
 logger = logging.getLogger(__name__)
 
@@ -263,8 +262,7 @@ class HandoffServer:
         try:
             self._digest(ticket, indices)
             if peer is not None:
-                transport = transport_named(peer.welcome.transport)
-                transport.prepare(self._pages, [ticket.pages[index] for index in indices])
+                peer.transport.prepare(self._pages, [ticket.pages[index] for index in indices])
         except OutOfMemory as error:
             self._fail(ticket, str(error))
             return

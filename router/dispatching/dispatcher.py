@@ -76,6 +76,7 @@ class Dispatcher:
         self._effects: Effects = []
         self._requests: dict[str, Request] = {}
         self._comings: list[tuple[Node, str | None]] = []  # nodes that joined, or were lost and why
+        self._to_pump: set[NodeGroup] = set()  # where requests that wait may have room since this event
         self.registry = Registry(
             epoch,
             self._send_unknown,
@@ -139,7 +140,7 @@ class Dispatcher:
             extra=request.log_fields,
         )
         self.queues.add(entry)
-        self._pump(request.group, now)
+        self._to_pump.add(request.group)
         return self._take(now)
 
     def cancel(self, request: Request, reason: str, now: float) -> list[Effect]:
@@ -166,7 +167,7 @@ class Dispatcher:
                 self._rescheduling.pause(request, "its client does not read", now)
             else:
                 self._rescheduling.resume(request, now)
-            self._pump(request.group, now)
+            self._to_pump.add(request.group)
         return self._take(now)
 
     def drain(self, node_id: str, timeout_s: float | None, now: float) -> list[Effect]:
@@ -226,7 +227,7 @@ class Dispatcher:
                 attempt = request.attempts.get(message.attempt) if request is not None else None
                 if request is not None and attempt is not None and attempt.prefill is node:
                     self._end_all(self._rescheduling.unreachable(request, attempt, node, now), now)
-                    self._pump(request.group, now)
+                    self._to_pump.add(request.group)
             case Proven():
                 self.health.untold(node)
             case _:
@@ -237,8 +238,7 @@ class Dispatcher:
         """Handle all deadlines and timeouts that are due. Call it many times per second."""
         for sequence in self._streams.check_gaps(now):
             self._tokens_failed(sequence, f"tokens of choice {sequence.index} were lost and not sent again", now)
-        for group in self._placement.take_held():
-            self._pump(group, now)
+        self._to_pump |= self._placement.take_held()
         if now - self._slow_tick_at >= SLOW_TICK_S:
             self._slow_tick_at = now
             self._slow_tick(now)
@@ -259,9 +259,11 @@ class Dispatcher:
                 self._lose(node, reason, now)
 
     def _take(self, now: float) -> list[Effect]:
-        """Handle the nodes that joined or were lost, and return the effects collected so far."""
+        """Handle the nodes that joined or were lost, give nodes to requests that wait, and return all effects."""
         if self._comings:
             self._settle_nodes(now)
+        while self._to_pump:
+            self._pump(self._to_pump.pop(), now)
         effects = self._effects.copy()
         self._effects.clear()
         return effects
@@ -276,7 +278,7 @@ class Dispatcher:
                         self._tokens_failed(event.sequence, event.reason, now)
             case Heartbeat():
                 self.registry.beat(node, message, now)
-                self._pump(node.group, now)
+                self._to_pump.add(node.group)
             case Reserved():
                 self._reserved(node, message, now)
             case CapacityFreed():
@@ -361,7 +363,7 @@ class Dispatcher:
         if entry.pair is not None:
             self._fail(request, PairFull("its node cannot be reached"), now)
         else:
-            self._pump(request.group, now)
+            self._to_pump.add(request.group)
 
     def _reserved(self, node: Node, message: Reserved, now: float) -> None:
         """Handle a decode node's answer: dispatch the choices that it granted. The others keep waiting."""
@@ -384,7 +386,7 @@ class Dispatcher:
         else:
             del request.attempts[attempt.number]
             self._refused(entry, node, now)
-        self._pump(request.group, now)
+        self._to_pump.add(request.group)
 
     def _refused(self, entry: Entry, node: Node, now: float) -> None:
         """Handle a refusal of all choices. A busy node is no failure. An empty node that refused is not asked again; if
@@ -471,7 +473,7 @@ class Dispatcher:
             if not attempt.choices:
                 request.attempts.pop(attempt.number, None)
             self._end_if_complete(request, now)
-        self._pump(node.group, now)
+        self._to_pump.add(node.group)
 
     def _admitted(self, node: Node, message: Admitted, now: float) -> None:
         """The decode node has all pages of a sequence."""
@@ -495,7 +497,7 @@ class Dispatcher:
         attempt = sequence.attempt if sequence is not None else None
         if sequence is None or attempt is None:  # over or elsewhere; a client that left causes this too
             self._end_all(self._rescheduling.forgotten(node, message.unit, message.message, now), now)
-            self._pump(node.group, now)
+            self._to_pump.add(node.group)
             return
         request = sequence.request
         where = f"{node.role} node {node.node_id}: {message.message}"
@@ -511,14 +513,14 @@ class Dispatcher:
         else:
             refused = self._rescheduling.failed(request, attempt, {sequence.index}, where, now, at=node)
         self._end_all(refused, now)
-        self._pump(request.group, now)
+        self._to_pump.add(request.group)
 
     def _tokens_failed(self, sequence: Sequence, reason: str, now: float) -> None:
         """A node does not send missing tokens again, or sent tokens that cannot be right."""
         request, attempt = sequence.request, sequence.attempt
         if attempt is not None:
             self._end_all(self._rescheduling.failed(request, attempt, {sequence.index}, reason, now), now)
-            self._pump(request.group, now)
+            self._to_pump.add(request.group)
 
     def _sequence_ended(self, sequence: Sequence, *, is_over_at_node: bool, now: float) -> None:
         """A sequence has ended: its node said so, or a stop string was found, which the nodes do not know."""
@@ -613,8 +615,9 @@ class Dispatcher:
         if self._requests.pop(request.rid, None) is not None and not request.is_canary:
             self.finished.add(request.timeline)
             self._effects.append(Over(request.timeline))
-        self._rescheduling.leave_nodes(request, reason, now)
-        self._pump(request.group, now)
+        if request.attempts or not request.is_complete:
+            self._rescheduling.leave_nodes(request, reason, now)
+        self._to_pump.add(request.group)
 
     # Nodes come and go, and pairs are tested
 
@@ -622,7 +625,7 @@ class Dispatcher:
         """A node has joined, or takes requests again."""
         self._drains.joined(node)
         self._look(now)
-        self._pump(node.group, now)
+        self._to_pump.add(node.group)
 
     def _lose(self, node: Node, reason: str, now: float) -> None:
         """A node is gone: what it held goes on elsewhere."""
@@ -630,7 +633,7 @@ class Dispatcher:
         self.health.forget(node)
         self._end_all(self._rescheduling.lost(node, reason, now), now)
         self.cancels.forget(node)
-        self._pump(node.group, now)
+        self._to_pump.add(node.group)
 
     def _tokenizer(self, node: Node, message: TokenizerFile, now: float) -> None:
         try:
@@ -643,14 +646,14 @@ class Dispatcher:
     def _room_made(self, group: NodeGroup, now: float) -> None:
         """A decode node may have room: canaries that found none go first, then requests that wait."""
         self._carry_out(self.health.capacity_freed(now), now)
-        self._pump(group, now)
+        self._to_pump.add(group)
 
     def _look(self, now: float) -> None:
         """Note which groups compute prompts locally, and start the canaries that are due."""
         for group in list(self.registry.groups.values()):
             if group.look(now, self._config.node_wait_s, hands_over=self.health.hands_over(group)) and group.nodes:
                 logger.info("%s", group.placement_words)
-                self._pump(group, now)
+                self._to_pump.add(group)
         self._carry_out(self.health.look(now), now)
 
     def _carry_out(self, effects: Iterable[HealthEffect], now: float) -> None:
@@ -660,7 +663,7 @@ class Dispatcher:
                 case StartCanary(request, nodes):
                     self._start_canary(request, nodes, now)
                 case PairsReady(group):
-                    self._pump(group, now)
+                    self._to_pump.add(group)
                 case TellProven(node, epochs):
                     self._effects.append(Send(node, Proven(router_epoch=self.epoch, epochs=epochs)))
 
@@ -687,12 +690,12 @@ class Dispatcher:
             pairs = self._placement.usable_pairs(group)
             decodes = self._placement.usable_alone(group)
             self._end_all(self.queues.stranded(group, pairs, self.health.why_unusable, now, decodes), now)
-            self._pump(group, now)
+            self._to_pump.add(group)
         self._look(now)
         self.cancels.repeat(now)
         for node in self._drains.due(now):
             self._end_all(self._rescheduling.evict(node, "its time to drain is over", now), now)
-            self._pump(node.group, now)
+            self._to_pump.add(node.group)
         for request in list(self._requests.values()):
             self._check_deadline(request, now)
             for sequence in () if request.is_over else request.sequences:

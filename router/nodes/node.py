@@ -93,7 +93,9 @@ class Node:
         "hello",
         "joined_at",
         "protocol",
+        "protocols",
         "routing_id",
+        "unit_epoch",
         "unit_key",
     )
 
@@ -103,7 +105,9 @@ class Node:
         place = hello.place
         # of the node, or of all ranks of its group together
         self.unit_key = self.routing_id if place is None else f"{place.group}:{place.epoch}".encode()
-        self.protocol = agreed(hello.protocols) or PROTOCOL_MIN  # in which it is addressed
+        self.unit_epoch = hello.unit_epoch  # likewise
+        self.protocols = hello.protocols  # the lowest and the highest that it knows
+        self.protocol = agreed(self.protocols) or PROTOCOL_MIN  # in which it is addressed
         self.group = group
         self.joined_at = now
         self._load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
@@ -129,11 +133,6 @@ class Node:
     def unit(self) -> str:
         """Name of what an operator starts, drains and stops: the node, or the group of which it is a rank."""
         return self.hello.unit
-
-    @property
-    def unit_epoch(self) -> str:
-        """Epoch of the node, or of all ranks of its group together."""
-        return self.hello.unit_epoch
 
     @property
     def role(self) -> Role:
@@ -381,9 +380,9 @@ class Node:
 
     # Pairing
 
-    def shares_protocol(self, other: Hello) -> bool:
+    def shares_protocol(self, other: Node | Hello) -> bool:
         """Whether a protocol version exists that it, the other node and the router know."""
-        return agreed(self.hello.protocols, other.protocols) is not None
+        return agreed(self.protocols, other.protocols) is not None
 
     def knows(self, kind: type[Message]) -> bool:
         """Whether a message of this type can be sent to it."""
@@ -391,7 +390,7 @@ class Node:
 
     def peer_of(self, other: Node) -> Peer:
         """The address of this node for the other node, its partner."""
-        protocol = agreed(self.hello.protocols, other.hello.protocols) or 0
+        protocol = agreed(self.protocols, other.protocols) or 0
         hello = self.hello
         return Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=protocol)
 
@@ -440,7 +439,7 @@ class NodeGroup:
         """Prefill and decode nodes that take new work and know a common protocol."""
         for prefill in self.live("prefill"):
             for decode in self.live("decode"):
-                if prefill.shares_protocol(decode.hello):
+                if prefill.shares_protocol(decode):
                     yield prefill, decode
 
     def look(self, now: float, node_wait_s: float, *, hands_over: bool = True) -> bool:

@@ -3,9 +3,13 @@ knows which nodes served a client's session last."""
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 
+import xxhash
+
+MAX_HASHED_PAGES = 2048  # of one prompt
 MAX_KNOWN_PAGES = 32768  # remembered per node
 MAX_SESSIONS = 32768  # remembered per role
 
@@ -60,3 +64,17 @@ class SessionAffinity:
         self._nodes.move_to_end(session)
         if len(self._nodes) > self._max_sessions:
             self._nodes.popitem(last=False)
+
+
+def page_hashes(prompt_ids: Sequence[int], page_size: int, cache_salt: str) -> list[int]:
+    """Return one hash per whole leading page, over the salt and all tokens up to the page's end. The page of the last
+    token is left out, because a node always computes it."""
+    num_pages = min((len(prompt_ids) - 1) // page_size, MAX_HASHED_PAGES)
+    data = array("i", prompt_ids[: num_pages * page_size]).tobytes()
+    width = 4 * page_size
+    seed = xxhash.xxh3_64_intdigest(cache_salt.encode())
+    hashes: list[int] = []
+    for page in range(num_pages):
+        seed = xxhash.xxh3_64_intdigest(data[page * width : (page + 1) * width], seed=seed)
+        hashes.append(seed)
+    return hashes

@@ -22,9 +22,8 @@ from typing import NamedTuple
 from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
 from ..requests.request import Sequence as Output
-from ..requests.request import page_hashes
 from ..waiting.queue import Entry
-from .affinity import PrefixAffinity, SessionAffinity
+from .affinity import PrefixAffinity, SessionAffinity, page_hashes
 from .prompt_placement import (
     SESSION_SLACK,
     LocalFigures,

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
-import xxhash
 from msgspec import Struct
 
 from ...metadata.errors import BatonError
@@ -41,7 +40,6 @@ from .trace import TraceRecorder
 
 PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node
 GRAMMAR_PROTOCOL = fields_since(SamplingParams)["grammar"]  # nodes of an older protocol would ignore a grammar
-MAX_HASHED_PAGES = 2048  # of one prompt
 MAX_AHEAD = 64  # messages kept per sequence while an earlier one is missing
 
 
@@ -639,17 +637,3 @@ class Need(NamedTuple):
     def _fits(self, node: Node) -> bool:
         fits = node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len
         return fits and self.protocol <= node.protocol
-
-
-def page_hashes(prompt_ids: abc.Sequence[int], page_size: int, cache_salt: str) -> list[int]:
-    """Return one hash per whole leading page, over the salt and all tokens up to the page's end. The page of the last
-    token is left out, because a node always computes it."""
-    num_pages = min((len(prompt_ids) - 1) // page_size, MAX_HASHED_PAGES)
-    data = array("i", prompt_ids[: num_pages * page_size]).tobytes()
-    width = 4 * page_size
-    seed = xxhash.xxh3_64_intdigest(cache_salt.encode())
-    hashes: list[int] = []
-    for page in range(num_pages):
-        seed = xxhash.xxh3_64_intdigest(data[page * width : (page + 1) * width], seed=seed)
-        hashes.append(seed)
-    return hashes

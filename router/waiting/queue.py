@@ -17,7 +17,8 @@ from math import ceil
 from ...metadata.errors import Unavailable
 from ..nodes.node import Node
 from ..nodes.prompt_role import PromptPlace, place_prompt
-from ..requests.request import Attempt, Need, Request, page_hashes
+from ..placement.affinity import page_hashes
+from ..requests.request import Attempt, Need, Request
 from ..tenants.fair_share import DEFAULT, FairShares, Share, Tenant
 
 AGE_S = 10.0  # seconds of waiting that make up for one step of priority

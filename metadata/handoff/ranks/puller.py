@@ -297,13 +297,15 @@ def _report(epoch: str, number: int, pages: Sequence[_Page], columns: np.ndarray
 
 class RankTeam:
     """Gives orders to all ranks of a decode node, and collects what they report. `line` reaches the other ranks; None:
-    there are none. A node with one rank has a puller of its own once it meets a prefill node with several."""
+    there are none. A node with one rank has a puller of its own once it meets a prefill node with several; until then
+    the team is not used."""
 
     def __init__(self, end: Endpoint, line: RankLine | None, answer_s: float) -> None:
         self._end, self._line, self._answer_s = end, line, answer_s
         self.size = 1 if line is None else line.size
         self.layouts: Sequence[KvLayout] = kv_layouts(end.schema)
         self._own: RankPuller | None = None
+        self.is_used = line is not None
 
     def send(self, rank: int, order: PullOrder) -> None:
         """Give an order to a rank, rank 0 included. Raises RankLost."""
@@ -312,7 +314,7 @@ class RankTeam:
             self._line.send(rank, order)
             return
         if self._own is None:
-            self._own = RankPuller(self._end, answer_s=self._answer_s)
+            self._own, self.is_used = RankPuller(self._end, answer_s=self._answer_s), True
         self._own.do(order)
 
     def expect(self, pages: Sequence[int]) -> None:

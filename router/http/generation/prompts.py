@@ -151,8 +151,9 @@ def chat_text(
     the model has no chat template, if the tool calls of the messages do not fit together, if the template refuses
     the messages, or if the final message cannot be continued.
     """
-    messages = in_current_form(messages)
-    check_history(messages)
+    if any(map(_is_of_tools, messages)):
+        messages = in_current_form(messages)
+        check_history(messages)
     template = group.template
     if template is None:
         raise RequestError(f"model {group.key.model!r} has no chat template; use /v1/completions", param="messages")
@@ -179,6 +180,12 @@ def _check_ids(ids: Sequence[int], group: NodeGroup, param: str, *, num_after: i
         raise RequestError(
             f"{param}: the prompt has {len(ids)} tokens; the model's context of {group.context_len} {what}", param=param
         )
+
+
+def _is_of_tools(message: ChatMessage) -> bool:
+    """Whether a message has calls, is a result of one, or has a field that is read as another."""
+    is_result = message.role in ("tool", "function") or message.tool_call_id is not None
+    return is_result or bool(message.tool_calls or message.function_call or message.refusal)
 
 
 def _joined(messages: Sequence[ChatMessage], template: ChatTemplate) -> list[ChatMessage]:

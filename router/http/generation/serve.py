@@ -49,17 +49,23 @@ async def serve_chat(
     """Return the answer to a conversation, in the format of the route that it came by; it is given how outputs are
     read. Raises an error that precedes all output."""
     check_chat(body)
-    asked_grammar(body)
+    has_format = body.response_format is not None or body.structured_outputs is not None
+    if has_format:
+        asked_grammar(body)
     group, tokenizer = await api.group_of(body.model)
-    use = tool_use(body, group.template, api.config.tool_parser)
+    use = None
+    if body.tools or body.tool_choice is not None:
+        use = tool_use(body, group.template, api.config.tool_parser)
     with admitted(api, http_request, body, group, 1):
         prompt = await api.side_work.chat_prompt(body, group, tokenizer, None if use is None else use.for_template)
         reasoning = None
         if not body.continue_final_message:
             reasoning = reasoning_parser(group.template, api.config.reasoning_parser)
-        reading = None
+        reading, grammar = None, None
         if use is not None or reasoning is not None:
             reading = OutputReading(prompt.text, tokenizer, use, reasoning, api.config.reasoning_field)
+        if has_format or reading is not None or body.thinking_token_budget is not None:
+            grammar = await chat_grammar(api.grammars, body, use, reasoning, prompt.text, group, tokenizer)
         answer_format = format_of(tokenizer, reading)
         return await serve(
             api,
@@ -69,7 +75,7 @@ async def serve_chat(
             answer_format,
             [(answer_format.response_id, prompt.ids)],
             markers=frozenset() if reading is None else reading.markers,
-            grammar=await chat_grammar(api.grammars, body, use, reasoning, prompt.text, group, tokenizer),
+            grammar=grammar,
         )
 
 

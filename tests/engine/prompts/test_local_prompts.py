@@ -70,7 +70,7 @@ def test_the_state_does_not_depend_on_chunks(name: str, checkpoint: Callable[...
     compute(solo, [long], [(6, 10)])
     for sequence in (short, long):
         check(solo, sequence)
-    assert not solo.executor._local_prompts._kept
+    assert not solo.executor._local_prompts.kept
 
 
 def test_a_new_sequence_in_a_slot_finds_nothing_of_the_one_before(
@@ -80,10 +80,10 @@ def test_a_new_sequence_in_a_slot_finds_nothing_of_the_one_before(
     solo = Solo(model, num_slots=2, **settings("mtp3-deepseek", model, tmp_path, steps=3))
     first = local(solo, [(3 * index) % 50 for index in range(9)])
     compute(solo, [first], [(0, 6)])
-    assert solo.executor._local_prompts._kept
+    assert solo.executor._local_prompts.kept
     solo.rounds.release(first)
     second = local(solo, [(5 * index) % 50 for index in range(9)])
-    assert not solo.executor._local_prompts._kept
+    assert not solo.executor._local_prompts.kept
     compute(solo, [second], [(0, 8)])
     check(solo, second)
 

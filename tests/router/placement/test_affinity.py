@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.metadata.wire import messages as m
-from baton.router.placement.affinity import PrefixAffinity, SessionAffinity
-from baton.router.requests.request import page_hashes
+from baton.router.placement.affinity import PrefixAffinity, SessionAffinity, page_hashes
 
 from ..conftest import System
 from ..dispatching.test_runner import own
