@@ -54,6 +54,24 @@ def test_a_wrong_file_is_one_sentence_that_names_it(tmp_path: Path, text: str, w
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[toy]\nadmin-key = 's3cret'",
+        "[toy]\nhf_token = 's3cret'",
+        "[toy]\napi_key = ['s3cret']",
+        "[[toy]]\nx = 's3cret'",
+    ],
+)
+def test_no_error_shows_what_may_be_a_secret(tmp_path: Path, text: str) -> None:
+    """systemd shows the error in the status of a unit."""
+    path = tmp_path / "baton.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="toy") as error:
+        read_tables(str(path), {"toy": by_name(Toy)})
+    assert "s3cret" not in str(error.value)
+
+
 def test_a_missing_or_binary_file_is_one_sentence(tmp_path: Path) -> None:
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"\xff\xfe")
