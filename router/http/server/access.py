@@ -170,9 +170,9 @@ class Access:
         """Record how long a request took. The estimate in Retry-After is made from these."""
         self._durations.observe(seconds)
 
-    def look(self) -> None:
-        """Read the keys' file again if it has changed."""
-        if self._file is not None and self._file.look():
+    def look(self, *, force: bool = False) -> None:
+        """Read the keys' file again if it has changed, or in any case with `force`."""
+        if self._file is not None and self._file.look(force=force):
             self._read_again()
 
     @property
