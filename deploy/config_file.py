@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from typing import Any
 from ..metadata.errors import ConfigError
 from . import foreign_flags
 from .flags import Setting, nearest, replaced_key, settings_of
+
+_SECRET = re.compile("key|secret|password|token(?!s)", re.IGNORECASE)  # `tokens` are counted
 
 
 def read_tables(path: str, known: Mapping[str, Mapping[str, Setting]]) -> dict[str, dict[str, Any]]:
@@ -60,7 +63,7 @@ def _checked(path: str, name: str, table: Mapping[str, Any], settings: Mapping[s
 
 def _is_secret(key: str) -> bool:
     """Return whether an unknown key may have been meant for a secret, whose value must not end up in a log."""
-    return any(word in key.lower() for word in ("key", "secret", "token", "password"))
+    return _SECRET.search(key) is not None
 
 
 def print_tables(configs: Mapping[str, Any]) -> str:

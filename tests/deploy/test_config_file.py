@@ -32,6 +32,7 @@ class Toy:
         ("[tyo]\nsize = 3", ["tyo", "'toy'"]),
         ("size = 3", ["size", "[toy]"]),
         ("toy = 3", ["toy", "[toy]"]),
+        ("[toy]\nchunk_tokens = 3", ["chunk_tokens", "(value 3)"]),
         ("[toy]\nsize = 3.5", ["[toy] size = 3.5", "whole number"]),
         ("[toy]\nsize = true", ["size", "whole number"]),
         ("[toy]\nsize = '3'", ["size = '3'", "whole number"]),
