@@ -12,6 +12,7 @@ from pathlib import Path
 from ..metadata.parent import die_with
 
 _PARENT = "BATON_PARENT"  # environment variable of a child: the launcher's process id
+_NUM_LAST = 256  # bytes before the place where the next lines begin: if they have changed, the log was cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self.num_starts = 0
         self._log_offset = 0
+        self._last = b""  # what stood before the offset
         self._unfinished = b""
 
     def forget(self, flag: str) -> None:
@@ -87,13 +89,15 @@ class Child:
         self._process.wait()
 
     def new_lines(self) -> list[str]:
-        """Return the complete log lines written since the last call."""
+        """Return the complete log lines written since the last call. A log that was cut is read from its start."""
         with self.log_path.open("rb") as log:
-            if log.seek(0, os.SEEK_END) < self._log_offset:
-                self._log_offset = 0  # it was cut
-            log.seek(self._log_offset)
+            log.seek(self._log_offset - len(self._last))
+            if log.read(len(self._last)) != self._last:  # it was cut, and may have grown since
+                log.seek(0)
+                self._log_offset, self._last = 0, b""
             data = log.read()
         self._log_offset += len(data)
+        self._last = (self._last + data)[-_NUM_LAST:]
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         return [line.decode("utf-8", "replace") for line in lines if line.strip()]
 

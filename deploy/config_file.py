@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -13,11 +14,14 @@ from ..metadata.errors import ConfigError
 from . import foreign_flags
 from .flags import Setting, nearest, replaced_key, settings_of
 
+_SECRET = re.compile("key|secret|password|token(?!s)", re.IGNORECASE)  # `tokens` are counted
+
 
 def read_tables(path: str, known: Mapping[str, Mapping[str, Setting]]) -> dict[str, dict[str, Any]]:
     """Read and check the tables of a file. `known`: the settings by table name and key.
 
-    Raises ConfigError that names the file, the key, its value and the key that was probably meant.
+    Raises ConfigError that names the file, the key, its value unless it may be a secret, and the key that was probably
+    meant.
     """
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -30,7 +34,7 @@ def read_tables(path: str, known: Mapping[str, Mapping[str, Setting]]) -> dict[s
             tables = ", ".join(f"[{table}]" for table in known)
             raise ConfigError(f"{path}: unknown table or key {name!r}{nearest(name, known)} (tables are {tables})")
         if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {name} = {table!r} must be a table, [{name}]")
+            raise ConfigError(f"{path}: {name} must be one table, [{name}]")
     return {name: _checked(path, name, table, known[name]) for name, table in document.items()}
 
 
@@ -47,12 +51,19 @@ def _checked(path: str, name: str, table: Mapping[str, Any], settings: Mapping[s
             flags = {setting.flag for setting in settings.values()}
             clause = foreign_flags.hint(f"--{key.replace('_', '-')}", flags)
             hint = f"; {clause}" if clause is not None else nearest(key, settings)
-            raise ConfigError(f"{path}: [{name}] has no setting {key!r} (value {value!r}){hint}")
+            shown = "" if _is_secret(key) else f" (value {value!r})"
+            raise ConfigError(f"{path}: [{name}] has no setting {key!r}{shown}{hint}")
         try:
             values[key] = settings[key].check(value)
         except ValueError as error:
-            raise ConfigError(f"{path}: [{name}] {given} = {value!r}: {error}") from None
+            shown = "" if settings[key].variable is not None else f" = {value!r}"
+            raise ConfigError(f"{path}: [{name}] {given}{shown}: {error}") from None
     return values
+
+
+def _is_secret(key: str) -> bool:
+    """Return whether an unknown key may have been meant for a secret, whose value must not end up in a log."""
+    return _SECRET.search(key) is not None
 
 
 def print_tables(configs: Mapping[str, Any]) -> str:

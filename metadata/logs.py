@@ -22,6 +22,7 @@ from .config import ProcessConfig
 from .errors import BatonError
 
 _RECORD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+_WITHOUT_TEXTS = (BatonError, ImportError, OSError, RuntimeError)  # errors about the device or the system, and Baton's
 _COLOURS = {"D": "\x1b[2m", "W": "\x1b[33m", "E": "\x1b[31m", "C": "\x1b[31;1m"}
 
 
@@ -52,10 +53,19 @@ def log_uncaught() -> None:
 def _log_fatal(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Log an exception that nobody caught. Its message is left out, unless it is Baton's own or is about the device or
     the system."""
-    if isinstance(error, BatonError | ImportError | OSError | RuntimeError | KeyboardInterrupt):
+    if isinstance(error, (*_WITHOUT_TEXTS, KeyboardInterrupt)):
         sys.__excepthook__(kind, error, trace)
     elif not issubclass(kind, SystemExit):
         logging.getLogger("baton").critical("ended by a defect", exc_info=error)
+
+
+def error_in_words(error: BaseException) -> str:
+    """Return the type of an error, and its message if `log_uncaught` would show it, or else the place of the error."""
+    name = type(error).__name__
+    if isinstance(error, _WITHOUT_TEXTS):
+        return f"{name}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{name} at {frames[-1].filename}:{frames[-1].lineno}" if frames else name
 
 
 class _FirstLine(logging.Filter):

@@ -28,7 +28,9 @@ def notify(
     state: Literal["starting", "ready", "alive", "stopping"] | None = None, words: str = "", *, limit_s: float = 0.0
 ) -> None:
     """Tell the service manager the state of this process, and in `words` what it does or why it ends: `systemctl
-    status` shows them. `limit_s`: for how long a process that stops may still drain."""
+    status` shows them. `limit_s`: for how long a process that stops may still drain.
+
+    What cannot be sent is lost: the process goes on."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address or (state == "alive" and not _alive.is_due()):
         return
@@ -39,7 +41,7 @@ def notify(
         lines.append(f"EXTEND_TIMEOUT_USEC={(limit_s + _SPARE_S) * 1e6:.0f}")
     if address.startswith("@"):  # a name without a file
         address = "\0" + address[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender, suppress(OSError):
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:  # descriptors may run out
         sender.settimeout(_WAIT_S if state in ("ready", "stopping") else 0.0)
         sender.sendto("\n".join(lines).encode(), address)
 

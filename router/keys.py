@@ -56,7 +56,7 @@ def is_name(text: str) -> bool:
 
 def read_keys(path: str | Path) -> list[ApiKey]:
     """Return the keys in a file. Raises ConfigError, with the number of the line, if it cannot be used."""
-    return parse_keys(path, _text(Path(path))[1])
+    return KeysFile(path).keys
 
 
 class KeysFile:
@@ -65,21 +65,27 @@ class KeysFile:
     Raises ConfigError if the file cannot be used at first.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self.complaint = ""  # why the file is not used as it is now
-        self._seen, text = _text(self._path)
-        self.keys = parse_keys(path, text)
-
-    def look(self) -> bool:
-        """Read the file again if it has changed. Return whether its keys were read."""
+        self._seen: _Seen | None = None  # the contents last read; None: the file was away
+        self._used: _Seen | None = None  # the contents whose keys are in force
         try:
-            if _identity(self._path.stat()) == self._seen:
-                return False
-            self._seen, text = _text(self._path)  # a file with a mistake is read once
-            self.keys = parse_keys(self._path, text)
+            self.keys = self._read()
         except OSError as error:
-            self.complain(_unreadable(self._path, error))
+            raise ConfigError(self._unreadable(error)) from None
+
+    def look(self, *, force: bool = False) -> bool:
+        """Read the file again if it has changed, or in any case with `force`. Return whether its keys were read."""
+        if force:
+            self.complaint = ""  # a mistake that is still there is logged again
+        try:
+            if _identity(self._path.stat()) == self._seen and not force:
+                return False
+            self.keys = self._read()
+        except OSError as error:
+            self._seen = None
+            self.complain(self._unreadable(error))
             return False
         except ConfigError as error:
             self.complain(str(error))
@@ -94,19 +100,25 @@ class KeysFile:
             self.complaint = words
             logger.error("%s; the keys read before stay in force", words)
 
+    def _read(self) -> list[ApiKey]:
+        """Return the keys in the file. Raises OSError, and ConfigError for a mistake, which is read only once."""
+        with self._path.open("rb") as file:
+            self._seen, data = _identity(os.fstat(file.fileno())), file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"api_keys {self._path}: is longer than {MAX_BYTES} bytes")
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            where = f"at byte {error.start}"
+            raise ConfigError(f"api_keys {self._path}: cannot be read: it is not UTF-8 text {where}") from None
+        if self._used not in (None, self._seen) and text and not text.endswith("\n"):
+            raise ConfigError(f"api_keys: the last line of {self._path} has no newline: is it still being written?")
+        keys = parse_keys(self._path, text)
+        self._used = self._seen
+        return keys
 
-def _text(path: Path) -> tuple[_Seen, str]:
-    try:
-        with path.open("rb") as file:
-            seen, data = _identity(os.fstat(file.fileno())), file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(_unreadable(path, error)) from None
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"api_keys {path}: is longer than {MAX_BYTES} bytes")
-    try:
-        return seen, data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"api_keys {path}: cannot be read: it is not UTF-8 text at byte {error.start}") from None
+    def _unreadable(self, error: OSError) -> str:
+        return f"api_keys {self._path}: cannot be read: {error.strerror}"
 
 
 def parse_keys(path: str | Path, text: str) -> list[ApiKey]:
@@ -155,10 +167,6 @@ def _weight(where: str, word: str) -> float:
     if not least <= weight <= most:
         raise ConfigError(f"{where}the fourth word is the tenant's weight; it must be a number in {least:g}..{most:g}")
     return weight
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    return f"api_keys {path}: cannot be read: {error.strerror}"
 
 
 def _identity(status: os.stat_result) -> _Seen:

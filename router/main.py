@@ -170,7 +170,7 @@ class Router:
     def reload(self) -> None:
         """Read the file of API keys now. What is wrong with it is logged."""
         logger.info("received SIGHUP: reading api_keys %s", self.config.api_keys or "again, but none is set")
-        self.api.access.look()
+        self.api.access.look(force=True)
 
     @property
     def words(self) -> str:

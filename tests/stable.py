@@ -6,8 +6,9 @@
 The names are read from the program itself: the table of routes, the types that decode and encode bodies, the settings
 of the commands, the metrics. A line of the record is `KIND NAME: DESCRIPTION`. What users send (`field`, `flag`) may
 take more kinds of values than before, but no fewer. What they read (`answer`, `json`, `metric`) keeps its type and its
-labels. A name may leave the record if its line says that it was deprecated in an earlier minor release, and a protocol
-when an earlier minor release speaks another one that stays.
+labels, and a route the `key` that it needs. Defaults of `SHARED` settings stay. A name may leave the record if its line
+says that it was deprecated in an earlier minor release, and a protocol when an earlier minor release speaks another one
+that stays.
 """
 
 from __future__ import annotations
@@ -46,6 +47,19 @@ INTERNAL = {"BATON_PARENT"}  # environment variables between a launcher and its 
 FOR_DEVELOPERS = {"browser", "test"}  # extras
 SHAPE_MAY_CHANGE = ("/admin/", "/debug/", "/live", "/openapi.json")  # answers of these routes
 ROUTE_MAY_CHANGE = ("/page/",)
+# Flags whose defaults stay: nodes of two releases meet only if these agree, or the text depends on them.
+SHARED = (
+    "--page-size",
+    "--dtype",
+    "--kv-dtype",
+    "--quantization",
+    "--speculative",
+    "--draft-model",
+    "--draft-dtype",
+    "--draft-steps",
+    "--draft-topk",
+    "--draft-tokens",
+)
 # Names without a warning in the program, such as fields of answers: deprecated since which release, and what to use.
 DEPRECATED: dict[str, str] = {}  # "answer Usage.old": "deprecated since 0.2: use Usage.new"
 
@@ -105,6 +119,9 @@ def _routes() -> Iterator[tuple[str, str]]:
             _reach(operation.get("requestBody", {}), schemas, sent)
             if not path.startswith(SHAPE_MAY_CHANGE):
                 _reach(operation["responses"], schemas, read)
+    for route in ROUTES:
+        if not route.path.startswith(ROUTE_MAY_CHANGE):
+            yield f"key {route.method} {route.template}", route.needs.name.lower().replace("_", " ")
     kinds = {kind.__name__: kind for kind in _structs_of(Struct)}
     for name in sent:
         yield from _fields(name, schemas[name])
@@ -285,8 +302,12 @@ def _fault(name: str, words: str, found: Names, release: tuple[int, int]) -> str
     if now == words or words == "no effect" or _SINCE.match(now) or may_go or name.startswith("protocol "):
         return None
     if name.startswith(("field ", "flag ")):
-        lost = set(words.partition(" = ")[0].split(" or ")) - set(now.partition(" = ")[0].split(" or "))
-        return f"no longer takes {', '.join(sorted(lost))}" if lost else None
+        (taken, _, default), (takes, _, new_default) = words.partition(" = "), now.partition(" = ")
+        if lost := set(taken.split(" or ")) - set(takes.split(" or ")):
+            return f"no longer takes {', '.join(sorted(lost))}"
+        if name.startswith("flag ") and name.endswith(SHARED) and default != new_default:
+            return f"has the default {new_default}; nodes must share it with those of the release before, so keep it"
+        return None
     return f"has changed to {now}; give the new one another name, and keep the old one for a minor release"
 
 

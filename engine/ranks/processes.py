@@ -24,6 +24,7 @@ from typing import Any, cast
 
 from ...metadata import service_manager
 from ...metadata.errors import BatonError, RankLost
+from ...metadata.logs import error_in_words
 from ...metadata.parent import die_with
 from .group import START_TIMEOUT_S
 from .watch import RankWatch, beat
@@ -250,7 +251,10 @@ def _run_rank(
     rank: int,
     *args: Any,
 ) -> None:
-    """Run a rank in its process, a child of process `parent`, and send the error that ends it."""
+    """Run a rank in its process, a child of process `parent`, and send the error that ends it.
+
+    The node logs the error, so a defect is sent without its message, which may quote a prompt.
+    """
     die_with(parent)
     service_manager.forget()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -262,7 +266,7 @@ def _run_rank(
         return  # rank 0 has closed the pipe, or is gone
     except Exception as error:
         try:
-            connection.send_bytes(ERROR + f"{type(error).__name__}: {error}".encode()[:4096])
+            connection.send_bytes(ERROR + error_in_words(error).encode(errors="replace")[:4096])
         except OSError:
             return
         raise SystemExit(1) from None

@@ -419,7 +419,7 @@ def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> lis
             offer.node, offer.num_tokens = before.node, span.num_tokens
             pull.num_pages, pull.num_bytes, pull.had_pages = report.num_pages, report.num_bytes, report.num_cached_pages
             pull.moving_s, pull.pull_times = round(moving_s, 6), times
-            pull.way = _WAYS.get(times.transport, "")
+            pull.way = _WAYS.get(times.transport, times.transport and f"by {times.transport}")
             pull.gb_per_s = round(report.num_bytes / moving_s / 1e9, 3) if moving_s > 0 else 0.0
         case Ended(num_steps=num_steps, num_drafted=num_drafted, num_accepted=num_accepted):
             last = structs.replace(span, num_steps=num_steps, num_drafted=num_drafted, num_accepted=num_accepted)

@@ -55,6 +55,14 @@ def test_the_log_is_read_line_by_line(tmp_path: Path) -> None:
     assert child.new_lines() == []
 
 
+def test_the_lines_of_a_log_that_was_cut_are_read_from_its_start(tmp_path: Path) -> None:
+    child = Child(Command("decode-0", "decode", [], {}), tmp_path)
+    for cut in ("1 one\n", "2\n", "3 is longer than before\n4\n"):
+        child.log_path.write_text(cut)
+        assert child.new_lines() == cut.splitlines()
+    assert child.new_lines() == []
+
+
 def test_a_flag_is_left_out_at_the_next_start(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", "import sys; print(sys.argv[1:])", "--expect=a=1", "--expected=2"]
     child = Child(Command("router", "router", argv, {}), tmp_path)
@@ -67,8 +75,9 @@ def test_a_flag_is_left_out_at_the_next_start(tmp_path: Path) -> None:
 
 def test_a_log_may_be_cut_while_its_process_writes(tmp_path: Path) -> None:
     """logrotate does so with `copytruncate`."""
-    writer = "import time, sys; print('a long first line', flush=True); time.sleep(0.01)\n"
-    writer += "while True: print('x', flush=True); time.sleep(0.01)"
+    # each line is one write, so that the cut divides none
+    writer = "import time, sys; sys.stdout.write('a long first line\\n'); time.sleep(0.01)\n"
+    writer += "while True: sys.stdout.write('x\\n'); time.sleep(0.01)"
     child = Child(Command("router", "router", [sys.executable, "-c", writer], {}), tmp_path)
     child.start()
     try:

@@ -32,6 +32,7 @@ class Toy:
         ("[tyo]\nsize = 3", ["tyo", "'toy'"]),
         ("size = 3", ["size", "[toy]"]),
         ("toy = 3", ["toy", "[toy]"]),
+        ("[toy]\nchunk_tokens = 3", ["chunk_tokens", "(value 3)"]),
         ("[toy]\nsize = 3.5", ["[toy] size = 3.5", "whole number"]),
         ("[toy]\nsize = true", ["size", "whole number"]),
         ("[toy]\nsize = '3'", ["size = '3'", "whole number"]),
@@ -52,6 +53,24 @@ def test_a_wrong_file_is_one_sentence_that_names_it(tmp_path: Path, text: str, w
     assert str(path) in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[toy]\nadmin-key = 's3cret'",
+        "[toy]\nhf_token = 's3cret'",
+        "[toy]\napi_key = ['s3cret']",
+        "[[toy]]\nx = 's3cret'",
+    ],
+)
+def test_no_error_shows_what_may_be_a_secret(tmp_path: Path, text: str) -> None:
+    """systemd shows the error in the status of a unit."""
+    path = tmp_path / "baton.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="toy") as error:
+        read_tables(str(path), {"toy": by_name(Toy)})
+    assert "s3cret" not in str(error.value)
 
 
 def test_a_missing_or_binary_file_is_one_sentence(tmp_path: Path) -> None:

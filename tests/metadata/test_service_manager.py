@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
 import pytest
 
+from baton.metadata import service_manager
 from baton.metadata.service_manager import forget, notify
 
 
@@ -33,3 +35,12 @@ def test_states_and_words_reach_the_socket_and_nothing_fails_without_one(
         manager.setblocking(False)
         with pytest.raises(BlockingIOError):
             manager.recv(999)
+
+
+def test_a_process_without_a_free_descriptor_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_socket(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    monkeypatch.setattr(service_manager.socket, "socket", no_socket)
+    notify("ready")

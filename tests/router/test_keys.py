@@ -80,6 +80,8 @@ def test_the_file_is_read_again_when_it_changes_and_a_mistake_changes_nothing(
             assert [key.key for key in file.keys] == ["two"]
             assert words in caplog.messages[-1] and "stay in force" in caplog.messages[-1]
         num_lines = len(caplog.messages)
+        assert not file.look(force=True) and len(caplog.messages) == num_lines + 1, "a reload reports it again"
+        num_lines += 1
         path.unlink()
         assert not file.look() and not file.look()
         assert len(caplog.messages) == num_lines + 1 and "cannot be read" in caplog.messages[-1]
@@ -87,3 +89,37 @@ def test_the_file_is_read_again_when_it_changes_and_a_mistake_changes_nothing(
     other.write_text("four\n")
     other.replace(path)
     assert file.look() and [key.key for key in file.keys] == ["four"]
+
+
+def test_a_file_that_comes_back_is_in_force_again(tmp_path: Path) -> None:
+    path, away = tmp_path / "keys", tmp_path / "away"
+    path.write_text("one")  # at start a last line may be without a newline
+    file = KeysFile(str(path))
+    path.rename(away)
+    assert not file.look() and "cannot be read" in file.complaint
+    away.rename(path)
+    assert file.look() and not file.complaint
+    assert file.look(force=True) and not file.look()
+
+
+@pytest.mark.parametrize("wrong", [b"\xff\xfe", b"k" * (MAX_BYTES + 1), b"a b c d e\n"])
+def test_a_file_with_a_mistake_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bytes) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"one\n")
+    file = KeysFile(str(path))
+    path.write_bytes(wrong)
+    assert not file.look() and file.complaint
+    monkeypatch.setattr(file, "_read", lambda: pytest.fail("the file was read again"))
+    assert not file.look()
+
+
+def test_a_line_that_is_still_being_written_is_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("ann sk-aaaa\n")
+    file = KeysFile(str(path))
+    path.write_text("eve sk-bbbb\nann sk-aa")
+    assert not file.look() and "has no newline: is it still being written?" in file.complaint
+    assert [key.key for key in file.keys] == ["sk-aaaa"]
+    with path.open("a") as rest:
+        rest.write("aa\n")
+    assert file.look() and [key.key for key in file.keys] == ["sk-bbbb", "sk-aaaa"]

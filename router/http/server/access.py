@@ -5,9 +5,10 @@ line names none, a trusted proxy may name it.
 A route needs    callers that may use it
 nothing          everybody
 a key            holders of an API key or of the admin key; everybody if the router has no API key
-figures          everybody if the router has no key at all, else as for the admin key: figures name nodes and tenants
-the admin key    holders of the admin key; if the router has none: the callers above if it listens on loopback only,
-                 else nobody
+figures          holders of the admin key; everybody if the router has no key at all; nobody if it has API keys alone,
+                 since figures name all tenants
+the admin key    holders of the admin key; if the router has none: who may use routes that need a key if it listens on
+                 loopback only, else nobody
 
 `client_address` is the address of a client behind trusted proxies, from the headers X-Forwarded-For and Forwarded
 (RFC 7239).
@@ -128,10 +129,10 @@ class Access:
                     )
                 if not caller.is_admin:
                     raise Forbidden(f"this route needs the admin key; an API key is not enough{instead}")
+            elif needs is KeyLevel.FIGURES:
+                raise Forbidden(f"this route is closed, since the router has API keys and no admin key{instead}")
             elif not self.is_local:
-                raise Forbidden(
-                    f"this route is closed, since the router has no admin key and is not on loopback{instead}"
-                )
+                raise Forbidden("this route is closed, since the router has no admin key and is not on loopback")
         if caller is None and self.has_api_keys:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY` or x-api-key")
         return self._of_tenant(http_request, caller or self._anyone)
@@ -169,9 +170,9 @@ class Access:
         """Record how long a request took. The estimate in Retry-After is made from these."""
         self._durations.observe(seconds)
 
-    def look(self) -> None:
-        """Read the keys' file again if it has changed."""
-        if self._file is not None and self._file.look():
+    def look(self, *, force: bool = False) -> None:
+        """Read the keys' file again if it has changed, or in any case with `force`."""
+        if self._file is not None and self._file.look(force=force):
             self._read_again()
 
     @property

@@ -126,12 +126,12 @@ class _Writer:
         self._schemas = schemas
         api_key: list[Any] = [{"api_key": []}, {"admin_key": []}] if has_admin_key else [{"api_key": []}]
         client = api_key if has_api_keys else []
-        operator: list[Any] = [{"admin_key": []}] if has_admin_key else client
+        admin_key: list[Any] = [{"admin_key": []}]
         self._security: dict[KeyLevel, list[Any]] = {
             KeyLevel.NOTHING: [],
             KeyLevel.KEY: client,
-            KeyLevel.FIGURES: operator,
-            KeyLevel.ADMIN_KEY: operator,
+            KeyLevel.FIGURES: admin_key if has_api_keys or has_admin_key else [],
+            KeyLevel.ADMIN_KEY: admin_key if has_admin_key else client,
         }
 
     def operation(self, route: Route) -> dict[str, Any]:

@@ -27,10 +27,9 @@ ROOT = Path(__file__).parents[3]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the files of a release from the commit that is checked out.")
-    parser.add_argument("out", type=Path, nargs="?", default=ROOT / "dist", help="a folder, which is emptied first")
+    parser.add_argument("out", type=Path, nargs="?", default=ROOT / "dist", help="a folder; a release in it is removed")
     out: Path = parser.parse_args().out.absolute()
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    empty(out)
     git = ["git", "-C", str(ROOT)]
     epoch = int(subprocess.run([*git, "log", "-1", "--format=%ct"], stdout=subprocess.PIPE, check=True).stdout)
     commit = subprocess.run([*git, "archive", "HEAD"], stdout=subprocess.PIPE, check=True).stdout
@@ -45,6 +44,16 @@ def main() -> None:
     sums = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in (sdist, wheel, bill, pins)]
     (out / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
     print("".join(sums), end="")
+
+
+def empty(out: Path) -> None:
+    """Make an empty folder, in place of the release that it may hold. Refuses a folder with anything else."""
+    if out.exists() and not (out / "SHA256SUMS").exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SystemExit(f"{out} holds no release (there is no SHA256SUMS in it): empty it, or name another folder")
+    if out.exists():
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / "SHA256SUMS").touch()  # the folder of a build that was interrupted can be used again
 
 
 def build(source: Path, out: Path, epoch: int) -> tuple[Path, Path]:

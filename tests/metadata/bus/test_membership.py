@@ -48,7 +48,14 @@ async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protoco
     membership = Membership(hello, router.hub.address, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     try:
         membership.start()
-        await until(lambda: membership.receive() or membership._session.is_joined)
+        received: list[object] = []
+
+        def is_joined() -> bool:
+            received.extend(membership.receive())
+            return membership._session.is_joined
+
+        await until(is_joined)
+        assert received == []
         assert membership._session.protocol == membership._heartbeat._agreed.protocol == protocol
         hellos = [message.protocol for message in router.got if isinstance(message, Hello)]
         assert hellos == ([0] if protocol == 5 else [0, protocol])

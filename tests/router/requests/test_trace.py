@@ -137,6 +137,17 @@ def test_every_span_of_a_request() -> None:
     assert (decode.num_steps, decode.num_drafted, decode.num_accepted) == (6, 40, 12)
 
 
+def test_a_transport_that_has_no_words_is_shown_by_its_name() -> None:
+    for transport, way in (("satellite", "by satellite"), ("", "")):
+        traced = Traced()
+        traced.recorder.queued(0.5)
+        traced.dispatch(0, 1.0)
+        traced.recorder.first_token(traced.one, 2.0)
+        traced.recorder.admitted(traced.one, admitted(0, 0.5, PullTimes(transport, 0.5)), 3.0)
+        (pull,) = (span for span in traced.end("done", 4.0).spans if span.name == "pull")
+        assert pull.way == way
+
+
 def test_the_keys_of_the_answer() -> None:
     """People and programs read them, so they stay whatever the attributes are called."""
     request = msgspec.to_builtins(whole_life()[1])

@@ -19,8 +19,8 @@ def echo(connection: Connection, reports: Connection, rank: int) -> None:
         connection.send_bytes(REPORT + bytes([rank]) + connection.recv_bytes())
 
 
-def fail(connection: Connection, reports: Connection, rank: int) -> None:
-    raise ValueError(f"rank {rank} has no model")
+def fail(connection: Connection, reports: Connection, rank: int, kind: type[Exception]) -> None:
+    raise kind(f"rank {rank} has no model")
 
 
 def vanish(connection: Connection, reports: Connection, rank: int, *args: Any) -> None:

@@ -43,29 +43,34 @@ def bearer(key: str | None) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("host", "settings", "key", "of_clients", "of_operators"),
+    ("host", "settings", "key", "of_clients", "of_figures", "of_operators"),
     [
-        ("127.0.0.1", {}, None, 200, 200),
-        ("127.0.0.1", {}, "any", 200, 200),
-        ("127.0.0.1", {"api_key": "a"}, None, 401, 401),
-        ("127.0.0.1", {"api_key": "a"}, "wrong", 401, 401),
-        ("127.0.0.1", {"api_key": "a"}, "a", 200, 200),
-        ("127.0.0.1", {"admin_key": "b"}, None, 200, 401),
-        ("127.0.0.1", {"admin_key": "b"}, "wrong", 200, 401),
-        ("127.0.0.1", {"admin_key": "b"}, "b", 200, 200),
-        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, "a", 200, 403),
-        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, "b", 200, 200),
-        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, None, 401, 401),
-        ("0.0.0.0", {}, None, 200, 403),
-        ("0.0.0.0", {"api_key": "a"}, "a", 200, 403),
-        ("0.0.0.0", {"api_key": "a", "admin_key": "b"}, "b", 200, 200),
+        ("127.0.0.1", {}, None, 200, 200, 200),
+        ("127.0.0.1", {}, "any", 200, 200, 200),
+        ("127.0.0.1", {"api_key": "a"}, None, 401, 403, 401),
+        ("127.0.0.1", {"api_key": "a"}, "wrong", 401, 403, 401),
+        ("127.0.0.1", {"api_key": "a"}, "a", 200, 403, 200),
+        ("127.0.0.1", {"admin_key": "b"}, None, 200, 401, 401),
+        ("127.0.0.1", {"admin_key": "b"}, "wrong", 200, 401, 401),
+        ("127.0.0.1", {"admin_key": "b"}, "b", 200, 200, 200),
+        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, "a", 200, 403, 403),
+        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, "b", 200, 200, 200),
+        ("127.0.0.1", {"api_key": "a", "admin_key": "b"}, None, 401, 401, 401),
+        ("0.0.0.0", {}, None, 200, 200, 403),
+        ("0.0.0.0", {"api_key": "a"}, "a", 200, 403, 403),
+        ("0.0.0.0", {"api_key": "a", "admin_key": "b"}, "b", 200, 200, 200),
     ],
 )
 def test_each_key_opens_the_routes_it_is_for(
-    make_router: Callable[..., Any], host: str, settings: Any, key: str | None, of_clients: int, of_operators: int
+    make_router: Callable[..., Any],
+    host: str,
+    settings: Any,
+    key: str | None,
+    of_clients: int,
+    of_figures: int,
+    of_operators: int,
 ) -> None:
     router = make_router(host=host, **settings)
-    of_figures = of_operators if settings else of_clients  # they name nodes and tenants
     expectations = ((CLIENT_ROUTES, of_clients), ([("GET", "/metrics")], of_figures), (ADMIN_ROUTES, of_operators))
     for routes, expected in expectations:
         for method, path in routes:
@@ -138,7 +143,6 @@ def test_requests_without_the_api_key_are_refused(make_system: Any) -> None:
     assert request("GET", "/health")[0] == 200
     for method, path in (
         ("GET", "/v1/models"),
-        ("GET", "/metrics"),
         ("GET", "/debug/ledger"),
         ("POST", "/admin/flush"),
     ):
@@ -245,7 +249,7 @@ def test_tenants_do_not_share_cached_prefixes_or_places(make_system: Callable[..
     """What nodes are sent, what the log shows, and the figures of each tenant."""
     keys = tmp_path / "keys"
     keys.write_text("k0\nann k1 acme\neve k2 acme\nbob k3 other\n")
-    system = make_system(router={"api_keys": str(keys)}).up()
+    system = make_system(router={"api_keys": str(keys), "admin_key": "boss"}).up()
 
     def salt(key: str, **more: Any) -> str:
         body = {"model": "fake", "prompt": "hello", "max_tokens": 5, **more}
@@ -257,7 +261,7 @@ def test_tenants_do_not_share_cached_prefixes_or_places(make_system: Callable[..
     salts = {key: salt(key) for key in ("k0", "k1", "k2", "k3")}
     assert salts["k0"] == "" and salts["k1"] == salts["k2"]
     assert len({*salts.values(), salt("k0", cache_salt="acme"), salt("k0", cache_salt=salts["k1"])}) == 5
-    page = system.router.request("GET", "/metrics", headers=bearer("k0"))[1].decode()
+    page = system.router.request("GET", "/metrics", headers=bearer("boss"))[1].decode()
     assert 'baton_tenant_requests_total{outcome="done",tenant="acme"} 2.0' in page
     assert 'baton_tenant_output_tokens_total{tenant="other"} 5.0' in page
 

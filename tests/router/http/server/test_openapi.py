@@ -87,21 +87,22 @@ def test_every_reference_points_to_something() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_api_keys", "has_admin_key", "client", "operator"),
+    ("has_api_keys", "has_admin_key", "client", "figures", "operator"),
     [
-        (False, False, [], []),
-        (True, False, ["api_key"], ["api_key"]),
-        (False, True, [], ["admin_key"]),
-        (True, True, ["api_key", "admin_key"], ["admin_key"]),
+        (False, False, [], [], []),
+        (True, False, ["api_key"], ["admin_key"], ["api_key"]),
+        (False, True, [], ["admin_key"], ["admin_key"]),
+        (True, True, ["api_key", "admin_key"], ["admin_key"], ["admin_key"]),
     ],
 )
 def test_the_document_declares_the_keys_that_the_router_needs(
-    has_api_keys: bool, has_admin_key: bool, client: list[str], operator: list[str]
+    has_api_keys: bool, has_admin_key: bool, client: list[str], figures: list[str], operator: list[str]
 ) -> None:
     paths = openapi.document(ROUTES, has_api_keys=has_api_keys, has_admin_key=has_admin_key)["paths"]
     for path, method, expected in (
         ("/health", "get", []),
         ("/v1/completions", "post", client),
+        ("/metrics", "get", figures),
         ("/admin/flush", "post", operator),
         ("/debug/nodes", "get", operator),
     ):
