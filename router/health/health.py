@@ -36,6 +36,7 @@ from .verdicts import READY, UNTRIED, Answer, Verdict, Votes
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # from a canary that did not make its nodes ready to their next one
+FULL_RETRY_S = 0.5  # from a canary that found no room to its next one, unless a decode node says that it has room
 MAX_RETRY_S = 64.0  # longest wait for a canary after transfers that failed in a row
 
 
@@ -268,6 +269,7 @@ class PairHealth:
         if failure is not None and subject.failure is None:
             logger.warning("%s is taken out of service until a canary passes: %s", subject.name, failure)
             subject.failure = f"{subject.name}: {failure}"
+            subject.was_full = False  # room brings no canary earlier than this
             num_before = subject.num_failed_transfers
             subject.num_failed_transfers += 1
             subject.retry_at = now + (min(2.0 ** min(num_before, 16), MAX_RETRY_S) if num_before else 0.0)
@@ -312,9 +314,15 @@ class PairHealth:
         return effects
 
     def capacity_freed(self, now: float) -> list[Effect]:
-        """Try the canaries again that found no room, because a decode node may have room now."""
-        is_any_full = any(each.was_full for vote in self._votes.values() for each in vote.subjects.values())
-        return self.look(now) if is_any_full else []
+        """Try the canaries again that found no room, because a decode node may have room now.
+
+        Pairs and nodes that are ready need no hurry: they wait for their next turn.
+        """
+        subjects = [each for vote in self._votes.values() for each in vote.subjects.values()]
+        full = [each for each in subjects if each.was_full and not each.is_ready]
+        for subject in full:
+            subject.retry_at = now
+        return self.look(now) if full else []
 
     def answered(self, request: Request, now: float) -> list[Effect]:
         """A canary's request is done: count the answer, or ask for the next token."""
@@ -342,7 +350,7 @@ class PairHealth:
         """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""
         if request.rid in self._runs:
             _, subject = self._runs.pop(request.rid)
-            subject.canary, subject.was_full, subject.retry_at = None, True, now
+            subject.canary, subject.was_full, subject.retry_at = None, True, now + FULL_RETRY_S
 
     def _test(self, vote: _Vote, subject: _Subject, nodes: Pinned, now: float) -> list[Effect]:
         """Start a canary on these nodes if one is due."""

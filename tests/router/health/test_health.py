@@ -21,6 +21,7 @@ from baton.metadata.wire.node_info import Capacity, GroupRank
 from baton.metadata.wire.request import TokenLogprobs
 from baton.router.health.canary import TIMEOUT_S
 from baton.router.health.health import (
+    FULL_RETRY_S,
     RETRY_S,
     Effect,
     PairHealth,
@@ -397,8 +398,10 @@ def test_nodes_without_room_are_not_at_fault_and_are_asked_again(world: World) -
     world.join("p0", "d0")
     assert world.states() == {"p0 d0": "untried"}
     num_tries = len(world.starts("p0", "d0"))
-    world.look(0.25)
-    assert len(world.starts("p0", "d0")) > num_tries, "at the next look"
+    world.look(0.9 * FULL_RETRY_S)
+    assert len(world.starts("p0", "d0")) == num_tries
+    world.look(0.1 * FULL_RETRY_S)
+    assert len(world.starts("p0", "d0")) > num_tries
     world.full.clear()
     world.take(world.health.capacity_freed(world.now))  # before that
     assert world.states() == {"p0 d0": "ready"}
@@ -410,8 +413,33 @@ def test_a_faulty_pair_gets_no_more_canaries_because_it_was_full_before(world: W
     world.full = {"d0"}
     world.join("p0", "d0")
     world.full.clear()
-    world.look(0.25)
+    world.look(FULL_RETRY_S)
     assert world.states() == {"p0 d0": "faulty"}
+    assert world.health.capacity_freed(world.now) == []
+
+
+def test_full_pairs_that_are_ready_try_their_canaries_twice_a_second_whatever_room_others_report(world: World) -> None:
+    world.join("p0", "p1", "d0", "d1")
+    world.look(INTERVAL_S - RETRY_S)
+    world.full = set(world.nodes)
+    world.look(2 * RETRY_S)
+    world.look(FULL_RETRY_S)
+    before = len(world.started)
+    for _ in range(20):
+        assert world.health.capacity_freed(world.now) == []
+    world.look(FULL_RETRY_S)
+    assert 0 < len(world.started) - before <= 2 * 8, "four pairs and four nodes alone"
+
+
+def test_room_brings_no_canary_early_to_a_pair_whose_transfers_fail_in_a_row(world: World) -> None:
+    world.join("p0", "d0")
+    pair = world.nodes["p0"], world.nodes["d0"]
+    world.health.doubt(*pair, "no page came", world.now)
+    world.look(INTERVAL_S)
+    world.full = {"d0"}
+    world.look(FULL_RETRY_S)
+    world.full.clear()
+    world.health.doubt(*pair, "no page came", world.now)
     assert world.health.capacity_freed(world.now) == []
 
 
