@@ -13,7 +13,8 @@ against it. Ranks of a rank group count as one node: a canary runs on any of the
 
 Nodes remember for the next router with which other nodes they are in pairs that are ready (TellProven), and their Hello
 says so. If both nodes of a pair name each other, the pair begins as ready, as if it had served a request when the first
-of them joined; and so does each of the two alone.
+of them joined; and so does each of the two alone. What a node reports counts no more once this router has sent it a
+canary, or has seen a request fail on it, and the node has left: what it remembers may be older than that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ...metadata.wire.membership import MAX_PROVEN, Proven
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # from a canary that did not make its nodes ready to their next one
 FULL_RETRY_S = 0.5  # from a canary that found no room to its next one, unless a decode node says that it has room
 MAX_RETRY_S = 64.0  # longest wait for a canary after transfers that failed in a row
+MAX_TESTED = 4096  # epochs of nodes that are gone, whose reports count no more
 
 
 class StartCanary(NamedTuple):
@@ -85,6 +87,11 @@ class _Subject:
         return None not in self.nodes
 
     @property
+    def is_tested(self) -> bool:
+        """Whether this router knows, or wants to know, more than what its nodes report."""
+        return self.is_doubted or self.canary is not None or self.failure is not None or self.answer is not None
+
+    @property
     def name(self) -> str:
         nodes = [node for node in self.nodes if node is not None]
         if self.is_pair:
@@ -109,10 +116,11 @@ class _Subject:
 
 class _Vote:
     """A group's prompt, and all pairs and nodes alone that are tested with it. Made anew if a node joins that asks for
-    another prompt."""
+    another prompt. Reports of nodes whose epoch is in `tested` do not count."""
 
-    def __init__(self, group: NodeGroup) -> None:
+    def __init__(self, group: NodeGroup, tested: Collection[str]) -> None:
         self.group = group
+        self._tested = tested
         self.prompt = Prompt(group)
         self.subjects: dict[_Key, _Subject] = {}
         self._votes: Votes | None = None  # None: they must be counted anew
@@ -132,9 +140,9 @@ class _Vote:
             prefill, decode = nodes
             if prefill is None or decode is None:
                 self._votes = None
-                if any(node is not None and node.hello.proven for node in nodes):
+                if any(node is not None and self._report(node) for node in nodes):
                     subject.retry_at = now + RETRY_S  # until then its partners may join, and confirm what it says
-            elif prefill.unit_epoch in decode.hello.proven and decode.unit_epoch in prefill.hello.proven:
+            elif prefill.unit_epoch in self._report(decode) and decode.unit_epoch in self._report(prefill):
                 joined_at = min(prefill.joined_at, decode.joined_at)
                 alone: list[Pinned] = [(prefill, None), (None, decode)]
                 if now - joined_at < interval_s:
@@ -142,6 +150,9 @@ class _Vote:
                         each.begin_as_ready(joined_at)
                     logger.info("%s is ready, as both nodes report", subject.name)
         return subject
+
+    def _report(self, node: Node) -> tuple[str, ...]:
+        return () if node.unit_epoch in self._tested else node.hello.proven
 
     def forget(self, node: Node) -> list[_Subject]:
         """Remove and return all that a node is part of."""
@@ -205,6 +216,7 @@ class PairHealth:
         self._votes: dict[NodeGroup, _Vote] = {}
         self._runs: dict[str, tuple[_Vote, _Subject]] = {}  # by the rid of the canary's request under way
         self._told: dict[Node, tuple[str, ...]] = {}  # what nodes remember, if it is not what their Hello said
+        self._tested: dict[str, None] = {}  # epochs of nodes that had canaries or failures here, the oldest first
 
     @property
     def is_ready(self) -> bool:
@@ -279,13 +291,13 @@ class PairHealth:
         self._told.pop(node, None)
         vote = self._votes.get(node.group)
         if vote is not None:
-            self._end_runs(vote.forget(node))
+            self._leave(vote.forget(node))
             vote.judge()
 
     def forget_group(self, group: NodeGroup) -> None:
         """Remove all that is known of a group."""
         vote = self._votes.pop(group, None)
-        self._end_runs([] if vote is None else list(vote.subjects.values()))
+        self._leave([] if vote is None else list(vote.subjects.values()))
 
     def told(self, node: Node) -> tuple[str, ...]:
         """Return the epochs that the node will name to the next router, unless a message is lost."""
@@ -303,7 +315,7 @@ class PairHealth:
                 continue
             if group not in self._votes or not self._votes[group].prompt.fits:
                 self.forget_group(group)
-                self._votes[group] = _Vote(group)
+                self._votes[group] = _Vote(group, self._tested)
             vote = self._votes[group]
             for nodes in vote.tested():
                 effects += self._test(vote, vote.subject(nodes, now, self._interval_s), nodes, now)
@@ -379,11 +391,16 @@ class PairHealth:
             if subject is not None and subject.state not in ("ready", "untried"):
                 yield subject.state
 
-    def _end_runs(self, subjects: list[_Subject]) -> None:
-        """Forget the canaries of subjects that are no more: their ends change nothing."""
+    def _leave(self, subjects: list[_Subject]) -> None:
+        """Forget the canaries of subjects that are no more: their ends change nothing. Remember that their nodes were
+        tested."""
         for subject in subjects:
             if subject.canary is not None:
                 self._runs.pop(subject.canary.rid, None)
+            if subject.is_tested:
+                self._tested |= {node.unit_epoch: None for node in subject.nodes if node is not None}
+        for epoch in list(self._tested)[:-MAX_TESTED]:
+            del self._tested[epoch]
 
 
 def _ask(subjects: Iterable[_Subject]) -> None:

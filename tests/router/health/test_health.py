@@ -8,6 +8,7 @@ tests/integration/test_canaries.py has real nodes.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,7 +42,7 @@ Make = Callable[..., System]
 Corrupt = Callable[[str, str, list[int]], list[int]]
 RIGHT = [11, 12, 13, 14]
 INTERVAL_S = 30.0
-EVENTS = ["join", "leave", "mute", "full", "broken", "wrong", "look", "doubt", "answer"]
+EVENTS = ["join", "leave", "rejoin", "mute", "full", "broken", "wrong", "look", "doubt", "answer"]
 
 
 def wrong(output: list[int]) -> list[int]:
@@ -76,6 +77,7 @@ class World:
         self.unanswered: list[StartCanary] = []
         self.started: list[StartCanary] = []
         self.told: dict[str, tuple[str, ...]] = {}  # what nodes remember, by name
+        self.num_answers: Counter[tuple[str, ...]] = Counter()  # to canaries, by the epochs of their nodes
         self.num_ready_events = 0
         self.join(*names)
 
@@ -112,6 +114,12 @@ class World:
         for start in [start for start in self.unanswered if node in start.nodes]:
             self.unanswered.remove(start)
             self.take(self.health.failed(start.request, "its node is gone", self.now))
+
+    def rejoin(self, name: str, proven: tuple[str, ...] | None = None) -> None:
+        """Let a node lose its connection and join again, with what its Hello said before: later messages are lost."""
+        hello = self.nodes[name].hello
+        self.leave(name)
+        self.join(name, epoch=hello.epoch, place=hello.place, proven=hello.proven if proven is None else proven)
 
     def look(self, after_s: float = 0.0) -> None:
         """Let time pass, a quarter of a second per look."""
@@ -155,6 +163,7 @@ class World:
         delta = sequence.merge(first, ids, leads, None, self.now)
         assert delta is not None
         request.listener.on_delta(sequence, delta)
+        self.num_answers[tuple(node.unit_epoch for node in start.nodes if node is not None)] += 1
         self.take(self.health.answered(request, self.now))
 
     def answer_only(self, *names: str) -> None:
@@ -188,9 +197,11 @@ class World:
 
     def states(self) -> dict[str, str]:
         """Return each pair's state in one word."""
+        return {f"{p} {d}": word_of(self.state(p, d)) for p, d in self.pairs()}
+
+    def pairs(self) -> list[tuple[str, str]]:
         names = sorted(self.nodes)
-        pairs = [(p, d) for p in names for d in names if (p[0], d[0]) == ("p", "d")]
-        return {f"{p} {d}": word_of(self.state(p, d)) for p, d in pairs}
+        return [(p, d) for p in names for d in names if (p[0], d[0]) == ("p", "d")]
 
 
 def names_of(start: StartCanary) -> str:
@@ -435,9 +446,9 @@ def test_room_brings_no_canary_early_to_a_pair_whose_transfers_fail_in_a_row(wor
     world.join("p0", "d0")
     pair = world.nodes["p0"], world.nodes["d0"]
     world.health.doubt(*pair, "no page came", world.now)
-    world.look(INTERVAL_S)
+    world.look(INTERVAL_S - RETRY_S)
     world.full = {"d0"}
-    world.look(FULL_RETRY_S)
+    world.look(2 * RETRY_S)
     world.full.clear()
     world.health.doubt(*pair, "no page came", world.now)
     assert world.health.capacity_freed(world.now) == []
@@ -678,12 +689,62 @@ def test_what_a_node_remembers_of_an_earlier_router_is_taken_back_until_it_is_tr
     assert world.told["p0"] == ()
 
 
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+@pytest.mark.parametrize("failure", ["the link is cut", None])
+def test_a_pair_that_failed_here_is_not_ready_because_a_node_rejoins_that_says_so(
+    lost: str, failure: str | None, world: World
+) -> None:
+    """The message that took the verdict back is lost with the connection. The other node did not say Hello again."""
+    world.join("p0", "d0")
+    new = world.restart()
+    new.mute = {"d0"}
+    new.health.doubt(new.nodes["p0"], new.nodes["d0"], failure, new.now)
+    new.look()
+    new.rejoin(lost)
+    assert not new.is_usable("p0", "d0") and new.starts("p0", "d0")
+    new.answer_all()
+    new.look(RETRY_S)
+    assert new.states() == {"p0 d0": "ready"}
+
+
+def test_a_pair_that_failed_here_is_not_ready_because_the_vote_begins_again(world: World) -> None:
+    world.join("p0", "d0", "d1")
+    new = world.restart()
+    new.mute = {"d0"}
+    new.health.doubt(new.nodes["p0"], new.nodes["d0"], "the link is cut", new.now)
+    new.join("d2", capacity=Capacity(num_pages=2, page_size=16, max_running=4))
+    assert not new.is_usable("p0", "d0") and new.starts("p0", "d0")
+
+
+def test_a_node_that_this_router_has_not_tested_may_report_again(world: World) -> None:
+    """In a group whose nodes differ, the vote begins again as they join one after the other."""
+    world.join("p0", "d0")
+    world.join("d1", capacity=Capacity(num_pages=2, page_size=16, max_running=4))
+    new = world.restart("p0", "d0")
+    new.rejoin("d0")
+    new.join("d1", proven=world.told["d1"], capacity=world.nodes["d1"].hello.capacity)
+    assert new.states() == {"p0 d0": "ready", "p0 d1": "ready"} and not new.started
+
+
+def test_nodes_that_were_tested_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    monkeypatch.setattr("baton.router.health.health.MAX_TESTED", 2)
+    world.join("p0", "d0", "d1")
+    for name in ("p0", "d0", "d1"):
+        world.leave(name)
+    assert list(world.health._tested) == ["e-d0", "e-d1"]
+
+
 @settings(max_examples=num_examples(60), deadline=None)
 @given(st.data())
 def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer, data: st.DataObject) -> None:
-    """Nodes join, die, fall silent, fill up, break and compute wrongly in any order; then one of them stays wrong."""
+    """Nodes join, die, fall silent, fill up, break and compute wrongly in any order; then one of them stays wrong. No
+    pair whose transfer failed is usable before it has answered a canary, whatever its nodes report."""
     world = World(tokenizer)
     names = ["p0", "p1", "p2", "d0", "d1", "d2"]
+    failed: dict[tuple[str, str], int] = {}  # pairs of epochs, and how many canaries they had answered
+    if data.draw(st.booleans()):
+        world.join(*names)
+        world = world.restart()
     for number in range(data.draw(st.integers(1, 25))):
         name = data.draw(st.sampled_from(names))
         match data.draw(st.sampled_from(EVENTS)):
@@ -691,6 +752,8 @@ def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer,
                 world.join(name, epoch=f"{number}")
             case "leave" if name in world.nodes:
                 world.leave(name)
+            case "rejoin" if name in world.nodes:
+                world.rejoin(name, data.draw(st.sampled_from([None, world.told.get(name)])))
             case "mute" | "full" | "broken" as trouble:
                 getattr(world, trouble).symmetric_difference_update({name})
             case "wrong":
@@ -702,10 +765,17 @@ def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer,
                 if p and d:
                     failure = data.draw(st.sampled_from([None, "torn"]))
                     world.health.doubt(world.nodes[p], world.nodes[d], failure, world.now)
+                    pair = world.nodes[p].unit_epoch, world.nodes[d].unit_epoch
+                    failed |= {pair: world.num_answers[pair]} if failure else {}
+                    if data.draw(st.booleans()):
+                        world.rejoin(p)
             case "answer":
                 world.answer_all()
             case _:
                 pass
+        for p, d in world.pairs():
+            pair = world.nodes[p].unit_epoch, world.nodes[d].unit_epoch
+            assert not world.is_usable(p, d) or world.num_answers[pair] > failed.get(pair, -1), (p, d)
     bad = data.draw(st.sampled_from(names))
     world.corrupt = faulty(bad)
     world.full.clear()
