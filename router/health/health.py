@@ -92,6 +92,12 @@ class _Subject:
         return self.is_doubted or self.canary is not None or self.failure is not None or self.answer is not None
 
     @property
+    def is_pending(self) -> bool:
+        """Whether it has not answered yet, and takes canaries, none of which has failed."""
+        is_live = all(node is None or node.is_live for node in self.nodes)
+        return self.answer is None and self.failure is None and is_live
+
+    @property
     def name(self) -> str:
         nodes = [node for node in self.nodes if node is not None]
         if self.is_pair:
@@ -167,15 +173,24 @@ class _Vote:
             self._votes = None
         return self.judge(subject)
 
+    def lack(self, subject: _Subject) -> bool:
+        """Take note that a canary got no answer. Return whether that makes a pair or node ready."""
+        if not subject.is_pair:
+            self._votes = None  # nobody waits for its vote
+        return self.judge(subject)
+
     def judge(self, *changed: _Subject) -> bool:
         """Judge these again, or all if the votes have changed. Return whether one is ready now that was not."""
         alone = {subject.name: subject for subject in self.subjects.values() if not subject.is_pair}
         judged = changed if self._votes is not None else tuple(self.subjects.values())
         if self._votes is None:
             answers = {name: each.answer for name, each in alone.items() if each.answer is not None}
-            self._votes = Votes(answers, len(alone))
+            pending = [each for each in alone.values() if each.is_pending]
+            self._votes = Votes(answers, len(alone), len(pending))
             if not self._votes.are_unanimous:
                 _ask(self.subjects.values())
+            elif len(answers) == 1:
+                _ask(pending)
         became_ready = [self._judge_one(self._votes, subject) for subject in judged]
         return any(became_ready)
 
@@ -352,10 +367,11 @@ class PairHealth:
     def failed(self, request: Request, reason: str, now: float) -> list[Effect]:
         """A canary's request ended with an error."""
         if request.rid in self._runs:
-            _, subject = self._runs.pop(request.rid)
+            vote, subject = self._runs.pop(request.rid)
             logger.error("%s: its canary failed: %s", subject.name, reason)
             subject.canary, subject.failure = None, f"{subject.name}: its canary failed: {reason}"
             subject.retry_at = max(subject.retry_at, now + RETRY_S)
+            return [PairsReady(vote.group)] if vote.lack(subject) else []
         return []
 
     def no_room(self, request: Request, now: float) -> None:
@@ -406,7 +422,7 @@ class PairHealth:
 def _ask(subjects: Iterable[_Subject]) -> None:
     """Have those answer that have not answered yet, although they may be ready by what their nodes report."""
     for subject in subjects:
-        subject.is_doubted |= subject.answer is None
+        subject.is_doubted |= subject.answer is None and subject.canary is None
 
 
 def _serving(group: NodeGroup) -> list[Pinned]:

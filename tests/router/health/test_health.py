@@ -671,6 +671,40 @@ def test_a_reported_node_that_goes_bad_is_found_by_a_newcomer(world: World) -> N
     assert new.states() == {f"p{p} d{d}": ("faulty", "ready")[d] for p in range(3) for d in range(2)}
 
 
+def test_a_newcomer_gets_no_local_prompts_by_its_own_vote_while_reported_nodes_can_vote(world: World) -> None:
+    world.join("p0", "d0")
+    new = world.restart()
+    new.corrupt, new.mute = faulty("d1"), {"p0", "d0"}
+    new.join("d1")
+    new.look(RETRY_S)
+    assert new.starts("d1") and new.starts("p0") and new.starts("d0")
+    assert not new.health.is_usable(None, new.nodes["d1"])
+    assert new.is_usable("p0", "d0"), "it serves while its nodes are asked"
+    new.answer_all()
+    new.look(RETRY_S)
+    assert word_of(new.health.state(None, new.nodes["d1"])) == "faulty"
+    assert new.states() == {"p0 d0": "ready", "p0 d1": "faulty"}
+
+
+def test_a_node_that_cannot_answer_or_takes_no_work_does_not_keep_another_waiting(world: World) -> None:
+    world.broken, world.mute = {"d1"}, {"d2"}
+    world.join("d0")
+    assert world.health.is_usable(None, world.nodes["d0"]), "a single node is ready by itself"
+    world.leave("d0")
+    world.join("d1", "d2", "d0")
+    assert not world.health.is_usable(None, world.nodes["d0"])
+    num_events = world.num_ready_events
+    world.take(world.health.failed(world.only_unanswered().request, "disk is on fire", world.now))
+    assert world.health.is_usable(None, world.nodes["d0"]) and world.num_ready_events == num_events + 1
+    world.leave("d0")
+    world.leave("d1")
+    world.leave("d2")
+    world.join("d2")
+    world.registry.leaving(world.nodes["d2"], m.Leaving(done=False, reason="SIGTERM"), world.now)
+    world.join("d0")
+    assert world.health.is_usable(None, world.nodes["d0"])
+
+
 def test_a_node_is_told_again_if_the_message_was_lost_and_only_if_it_understands(world: World) -> None:
     world.join("p0", "d0")
     world.join("d1", protocol_max=7, protocol=7)
