@@ -63,7 +63,6 @@ class TellProven(NamedTuple):
 
 
 Effect = StartCanary | PairsReady | TellProven
-_LOST = ""  # no node's epoch
 _Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode node, None for the one left out
 
 
@@ -80,6 +79,7 @@ class _Subject:
         self.retry_at = 0.0  # no canary before
         self.was_full = False  # its nodes had no room for the last canary
         self.is_doubted = False  # a request failed on it, or its answer is wanted: a canary is due
+        self.was_doubted = False  # before its last canary
         self.num_failed_transfers = 0  # of requests, since the pages of one arrived
 
     @property
@@ -195,9 +195,7 @@ class _Vote:
         return any(became_ready)
 
     def _judge_one(self, votes: Votes, subject: _Subject) -> bool:
-        prefill, decode = _key(*subject.nodes)
-        keys: list[_Key] = [(None, decode), (prefill, None)] if subject.is_pair else []
-        own = [self.subjects[key] for key in keys if key in self.subjects]
+        own = self._own(subject)
         if subject.answer is not None:
             _ask(own)
         before = subject.verdict
@@ -208,13 +206,20 @@ class _Vote:
         _log(subject.name, before, verdict)
         return verdict == READY
 
+    def _own(self, subject: _Subject) -> list[_Subject]:
+        """Return what is known of the two nodes of a pair alone."""
+        prefill, decode = _key(*subject.nodes)
+        keys: list[_Key] = [(None, decode), (prefill, None)] if subject.is_pair else []
+        return [self.subjects[key] for key in keys if key in self.subjects]
+
     def proven(self) -> Iterator[tuple[Node, tuple[str, ...]]]:
-        """Yield each node that can remember it, with the epochs of the nodes with which it is in a pair that is
-        ready."""
+        """Yield each node that can remember it, with the epochs of the nodes with which it is in a pair that is ready,
+        as is each of the two alone."""
         epochs: defaultdict[bytes, list[str]] = defaultdict(list)
         for subject in self.subjects.values():
             prefill, decode = subject.nodes
-            if prefill is not None and decode is not None and subject.is_ready:
+            is_ready = all(each.is_ready for each in (subject, *self._own(subject)))
+            if prefill is not None and decode is not None and is_ready:
                 epochs[prefill.unit_key].append(decode.unit_epoch)
                 epochs[decode.unit_key].append(prefill.unit_epoch)
         for node in self.group.nodes.values():
@@ -230,7 +235,8 @@ class PairHealth:
         self._interval_s = interval_s
         self._votes: dict[NodeGroup, _Vote] = {}
         self._runs: dict[str, tuple[_Vote, _Subject]] = {}  # by the rid of the canary's request under way
-        self._told: dict[Node, tuple[str, ...]] = {}  # what nodes remember, if it is not what their Hello said
+        # what nodes remember, if it is not what their Hello said; None: a message may be lost
+        self._told: dict[Node, tuple[str, ...] | None] = {}
         self._tested: dict[str, None] = {}  # epochs of nodes that had canaries or failures here, the oldest first
 
     @property
@@ -315,12 +321,12 @@ class PairHealth:
         self._leave([] if vote is None else list(vote.subjects.values()))
 
     def told(self, node: Node) -> tuple[str, ...]:
-        """Return the epochs that the node will name to the next router, unless a message is lost."""
-        return self._told.get(node, node.hello.proven)
+        """Return the epochs that the node will name to the next router; none if a message to it may be lost."""
+        return self._told.get(node, node.hello.proven) or ()
 
     def untold(self, node: Node) -> None:
         """What a node had to remember may not have reached it. It is told again."""
-        self._told[node] = (_LOST,)
+        self._told[node] = None
 
     def look(self, now: float) -> list[Effect]:
         """Start the canaries that are due, and tell nodes what is new. Call it several times per second."""
@@ -335,7 +341,7 @@ class PairHealth:
             for nodes in vote.tested():
                 effects += self._test(vote, vote.subject(nodes, now, self._interval_s), nodes, now)
             for node, epochs in vote.proven():
-                if self.told(node) != epochs:
+                if self._told.get(node, node.hello.proven) != epochs:
                     self._told[node] = epochs
                     effects.append(TellProven(node, epochs))
         return effects
@@ -379,6 +385,7 @@ class PairHealth:
         if request.rid in self._runs:
             _, subject = self._runs.pop(request.rid)
             subject.canary, subject.was_full, subject.retry_at = None, True, now + FULL_RETRY_S
+            subject.is_doubted |= subject.was_doubted
 
     def _test(self, vote: _Vote, subject: _Subject, nodes: Pinned, now: float) -> list[Effect]:
         """Start a canary on these nodes if one is due."""
@@ -386,7 +393,7 @@ class PairHealth:
         if not is_due or subject.canary is not None or now < subject.retry_at:
             return []
         subject.retry_at = now + RETRY_S
-        subject.is_doubted = subject.was_full = False
+        subject.was_doubted, subject.is_doubted, subject.was_full = subject.is_doubted, False, False
         subject.canary = Canary(vote.prompt, nodes)
         return [self._start(vote, subject, subject.canary, now)]
 

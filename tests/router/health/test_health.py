@@ -356,6 +356,18 @@ def test_another_failure_of_a_request_brings_a_canary_while_the_pair_serves(worl
     assert len(world.starts("p0", "d0")) == before + 1, "one is enough"
 
 
+def test_a_canary_after_a_failure_stays_due_if_it_finds_no_room(world: World) -> None:
+    world.join("p0", "d0")
+    world.look(RETRY_S)
+    world.full = {"d0"}
+    world.health.doubt(world.nodes["p0"], world.nodes["d0"], None, world.now)
+    world.look()
+    world.full.clear()
+    before = len(world.starts("p0", "d0"))
+    world.look(2 * RETRY_S)
+    assert len(world.starts("p0", "d0")) == before + 1
+
+
 def test_a_failed_canary_is_tried_again_and_its_pair_gets_no_requests(world: World) -> None:
     world.broken = {"d0"}
     world.join("p0", "d0")
@@ -641,6 +653,19 @@ def test_a_faulty_or_failed_pair_is_not_reported_and_tested_by_the_next_router(w
     assert new.states() == {"p0 d0": "faulty", "p0 d1": "ready", "p1 d0": "ready", "p1 d1": "ready"}
 
 
+def test_a_pair_is_reported_only_while_both_its_nodes_alone_are_ready(world: World) -> None:
+    world.join("p0", "d0")
+    world.look()
+    world.health.doubt(None, world.nodes["d0"], None, world.now)
+    world.mute = {"d0"}
+    world.look(RETRY_S)
+    world.take(world.health.failed(world.only_unanswered().request, "no memory", world.now))
+    new = world.restart()
+    assert world.states() == {"p0 d0": "ready"} and world.told == {"p0": (), "d0": ()}
+    new.mute = {"d0"}
+    assert new.starts("d0") and not new.health.is_reported(new.nodes["p0"], new.nodes["d0"])
+
+
 def test_a_reported_pair_that_serves_nobody_is_tested_after_the_interval(world: World) -> None:
     world.join("p0", "d0")
     new = world.restart()
@@ -714,6 +739,7 @@ def test_a_node_is_told_again_if_the_message_was_lost_and_only_if_it_understands
     world.look()
     assert not world.told
     world.health.untold(world.nodes["d0"])
+    assert world.health.told(world.nodes["d0"]) == ()
     world.look()
     assert world.told == {"d0": ("e-p0",)}
 
