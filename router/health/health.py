@@ -13,7 +13,8 @@ against it. Ranks of a rank group count as one node: a canary runs on any of the
 
 Nodes remember for the next router with which other nodes they are in pairs that are ready (TellProven), and their Hello
 says so. If both nodes of a pair name each other, the pair begins as ready, as if it had served a request when the first
-of them joined; and so does each of the two alone.
+of them joined; and so does each of the two alone. What a node reports counts no more once this router has sent it a
+canary, or has seen a request fail on it, and the node has left: what it remembers may be older than that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ...metadata.wire.membership import MAX_PROVEN, Proven
@@ -36,7 +37,9 @@ from .verdicts import READY, UNTRIED, Answer, Verdict, Votes
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # from a canary that did not make its nodes ready to their next one
+FULL_RETRY_S = 0.5  # from a canary that found no room to its next one, unless a decode node says that it has room
 MAX_RETRY_S = 64.0  # longest wait for a canary after transfers that failed in a row
+MAX_TESTED = 4096  # epochs of nodes that are gone, whose reports count no more
 
 
 class StartCanary(NamedTuple):
@@ -60,7 +63,6 @@ class TellProven(NamedTuple):
 
 
 Effect = StartCanary | PairsReady | TellProven
-_LOST = ""  # no node's epoch
 _Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode node, None for the one left out
 
 
@@ -77,11 +79,23 @@ class _Subject:
         self.retry_at = 0.0  # no canary before
         self.was_full = False  # its nodes had no room for the last canary
         self.is_doubted = False  # a request failed on it, or its answer is wanted: a canary is due
+        self.was_doubted = False  # before its last canary
         self.num_failed_transfers = 0  # of requests, since the pages of one arrived
 
     @property
     def is_pair(self) -> bool:
         return None not in self.nodes
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether this router knows, or wants to know, more than what its nodes report."""
+        return self.is_doubted or self.canary is not None or self.failure is not None or self.answer is not None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it has not answered yet, and takes canaries, none of which has failed."""
+        is_live = all(node is None or node.is_live for node in self.nodes)
+        return self.answer is None and self.failure is None and is_live
 
     @property
     def name(self) -> str:
@@ -108,10 +122,11 @@ class _Subject:
 
 class _Vote:
     """A group's prompt, and all pairs and nodes alone that are tested with it. Made anew if a node joins that asks for
-    another prompt."""
+    another prompt. Reports of nodes whose epoch is in `tested` do not count."""
 
-    def __init__(self, group: NodeGroup) -> None:
+    def __init__(self, group: NodeGroup, tested: Collection[str]) -> None:
         self.group = group
+        self._tested = tested
         self.prompt = Prompt(group)
         self.subjects: dict[_Key, _Subject] = {}
         self._votes: Votes | None = None  # None: they must be counted anew
@@ -131,9 +146,9 @@ class _Vote:
             prefill, decode = nodes
             if prefill is None or decode is None:
                 self._votes = None
-                if any(node is not None and node.hello.proven for node in nodes):
+                if any(node is not None and self._report(node) for node in nodes):
                     subject.retry_at = now + RETRY_S  # until then its partners may join, and confirm what it says
-            elif prefill.unit_epoch in decode.hello.proven and decode.unit_epoch in prefill.hello.proven:
+            elif prefill.unit_epoch in self._report(decode) and decode.unit_epoch in self._report(prefill):
                 joined_at = min(prefill.joined_at, decode.joined_at)
                 alone: list[Pinned] = [(prefill, None), (None, decode)]
                 if now - joined_at < interval_s:
@@ -141,6 +156,9 @@ class _Vote:
                         each.begin_as_ready(joined_at)
                     logger.info("%s is ready, as both nodes report", subject.name)
         return subject
+
+    def _report(self, node: Node) -> tuple[str, ...]:
+        return () if node.unit_epoch in self._tested else node.hello.proven
 
     def forget(self, node: Node) -> list[_Subject]:
         """Remove and return all that a node is part of."""
@@ -155,22 +173,29 @@ class _Vote:
             self._votes = None
         return self.judge(subject)
 
+    def lack(self, subject: _Subject) -> bool:
+        """Take note that a canary got no answer. Return whether that makes a pair or node ready."""
+        if not subject.is_pair:
+            self._votes = None  # nobody waits for its vote
+        return self.judge(subject)
+
     def judge(self, *changed: _Subject) -> bool:
         """Judge these again, or all if the votes have changed. Return whether one is ready now that was not."""
         alone = {subject.name: subject for subject in self.subjects.values() if not subject.is_pair}
         judged = changed if self._votes is not None else tuple(self.subjects.values())
         if self._votes is None:
             answers = {name: each.answer for name, each in alone.items() if each.answer is not None}
-            self._votes = Votes(answers, len(alone))
+            pending = [each for each in alone.values() if each.is_pending]
+            self._votes = Votes(answers, len(alone), len(pending))
             if not self._votes.are_unanimous:
                 _ask(self.subjects.values())
+            elif len(answers) == 1:
+                _ask(pending)
         became_ready = [self._judge_one(self._votes, subject) for subject in judged]
         return any(became_ready)
 
     def _judge_one(self, votes: Votes, subject: _Subject) -> bool:
-        prefill, decode = _key(*subject.nodes)
-        keys: list[_Key] = [(None, decode), (prefill, None)] if subject.is_pair else []
-        own = [self.subjects[key] for key in keys if key in self.subjects]
+        own = self._own(subject)
         if subject.answer is not None:
             _ask(own)
         before = subject.verdict
@@ -181,13 +206,20 @@ class _Vote:
         _log(subject.name, before, verdict)
         return verdict == READY
 
+    def _own(self, subject: _Subject) -> list[_Subject]:
+        """Return what is known of the two nodes of a pair alone."""
+        prefill, decode = _key(*subject.nodes)
+        keys: list[_Key] = [(None, decode), (prefill, None)] if subject.is_pair else []
+        return [self.subjects[key] for key in keys if key in self.subjects]
+
     def proven(self) -> Iterator[tuple[Node, tuple[str, ...]]]:
-        """Yield each node that can remember it, with the epochs of the nodes with which it is in a pair that is
-        ready."""
+        """Yield each node that can remember it, with the epochs of the nodes with which it is in a pair that is ready,
+        as is each of the two alone."""
         epochs: defaultdict[bytes, list[str]] = defaultdict(list)
         for subject in self.subjects.values():
             prefill, decode = subject.nodes
-            if prefill is not None and decode is not None and subject.is_ready:
+            is_ready = all(each.is_ready for each in (subject, *self._own(subject)))
+            if prefill is not None and decode is not None and is_ready:
                 epochs[prefill.unit_key].append(decode.unit_epoch)
                 epochs[decode.unit_key].append(prefill.unit_epoch)
         for node in self.group.nodes.values():
@@ -203,7 +235,9 @@ class PairHealth:
         self._interval_s = interval_s
         self._votes: dict[NodeGroup, _Vote] = {}
         self._runs: dict[str, tuple[_Vote, _Subject]] = {}  # by the rid of the canary's request under way
-        self._told: dict[Node, tuple[str, ...]] = {}  # what nodes remember, if it is not what their Hello said
+        # what nodes remember, if it is not what their Hello said; None: a message may be lost
+        self._told: dict[Node, tuple[str, ...] | None] = {}
+        self._tested: dict[str, None] = {}  # epochs of nodes that had canaries or failures here, the oldest first
 
     @property
     def is_ready(self) -> bool:
@@ -268,6 +302,7 @@ class PairHealth:
         if failure is not None and subject.failure is None:
             logger.warning("%s is taken out of service until a canary passes: %s", subject.name, failure)
             subject.failure = f"{subject.name}: {failure}"
+            subject.was_full = False  # room brings no canary earlier than this
             num_before = subject.num_failed_transfers
             subject.num_failed_transfers += 1
             subject.retry_at = now + (min(2.0 ** min(num_before, 16), MAX_RETRY_S) if num_before else 0.0)
@@ -277,21 +312,21 @@ class PairHealth:
         self._told.pop(node, None)
         vote = self._votes.get(node.group)
         if vote is not None:
-            self._end_runs(vote.forget(node))
+            self._leave(vote.forget(node))
             vote.judge()
 
     def forget_group(self, group: NodeGroup) -> None:
         """Remove all that is known of a group."""
         vote = self._votes.pop(group, None)
-        self._end_runs([] if vote is None else list(vote.subjects.values()))
+        self._leave([] if vote is None else list(vote.subjects.values()))
 
     def told(self, node: Node) -> tuple[str, ...]:
-        """Return the epochs that the node will name to the next router, unless a message is lost."""
-        return self._told.get(node, node.hello.proven)
+        """Return the epochs that the node will name to the next router; none if a message to it may be lost."""
+        return self._told.get(node, node.hello.proven) or ()
 
     def untold(self, node: Node) -> None:
         """What a node had to remember may not have reached it. It is told again."""
-        self._told[node] = (_LOST,)
+        self._told[node] = None
 
     def look(self, now: float) -> list[Effect]:
         """Start the canaries that are due, and tell nodes what is new. Call it several times per second."""
@@ -301,20 +336,26 @@ class PairHealth:
                 continue
             if group not in self._votes or not self._votes[group].prompt.fits:
                 self.forget_group(group)
-                self._votes[group] = _Vote(group)
+                self._votes[group] = _Vote(group, self._tested)
             vote = self._votes[group]
             for nodes in vote.tested():
                 effects += self._test(vote, vote.subject(nodes, now, self._interval_s), nodes, now)
             for node, epochs in vote.proven():
-                if self.told(node) != epochs:
+                if self._told.get(node, node.hello.proven) != epochs:
                     self._told[node] = epochs
                     effects.append(TellProven(node, epochs))
         return effects
 
     def capacity_freed(self, now: float) -> list[Effect]:
-        """Try the canaries again that found no room, because a decode node may have room now."""
-        is_any_full = any(each.was_full for vote in self._votes.values() for each in vote.subjects.values())
-        return self.look(now) if is_any_full else []
+        """Try the canaries again that found no room, because a decode node may have room now.
+
+        Pairs and nodes that are ready need no hurry: they wait for their next turn.
+        """
+        subjects = [each for vote in self._votes.values() for each in vote.subjects.values()]
+        full = [each for each in subjects if each.was_full and not each.is_ready]
+        for subject in full:
+            subject.retry_at = now
+        return self.look(now) if full else []
 
     def answered(self, request: Request, now: float) -> list[Effect]:
         """A canary's request is done: count the answer, or ask for the next token."""
@@ -332,17 +373,19 @@ class PairHealth:
     def failed(self, request: Request, reason: str, now: float) -> list[Effect]:
         """A canary's request ended with an error."""
         if request.rid in self._runs:
-            _, subject = self._runs.pop(request.rid)
+            vote, subject = self._runs.pop(request.rid)
             logger.error("%s: its canary failed: %s", subject.name, reason)
             subject.canary, subject.failure = None, f"{subject.name}: its canary failed: {reason}"
             subject.retry_at = max(subject.retry_at, now + RETRY_S)
+            return [PairsReady(vote.group)] if vote.lack(subject) else []
         return []
 
     def no_room(self, request: Request, now: float) -> None:
         """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""
         if request.rid in self._runs:
             _, subject = self._runs.pop(request.rid)
-            subject.canary, subject.was_full, subject.retry_at = None, True, now
+            subject.canary, subject.was_full, subject.retry_at = None, True, now + FULL_RETRY_S
+            subject.is_doubted |= subject.was_doubted
 
     def _test(self, vote: _Vote, subject: _Subject, nodes: Pinned, now: float) -> list[Effect]:
         """Start a canary on these nodes if one is due."""
@@ -350,7 +393,7 @@ class PairHealth:
         if not is_due or subject.canary is not None or now < subject.retry_at:
             return []
         subject.retry_at = now + RETRY_S
-        subject.is_doubted = subject.was_full = False
+        subject.was_doubted, subject.is_doubted, subject.was_full = subject.is_doubted, False, False
         subject.canary = Canary(vote.prompt, nodes)
         return [self._start(vote, subject, subject.canary, now)]
 
@@ -371,17 +414,22 @@ class PairHealth:
             if subject is not None and subject.state not in ("ready", "untried"):
                 yield subject.state
 
-    def _end_runs(self, subjects: list[_Subject]) -> None:
-        """Forget the canaries of subjects that are no more: their ends change nothing."""
+    def _leave(self, subjects: list[_Subject]) -> None:
+        """Forget the canaries of subjects that are no more: their ends change nothing. Remember that their nodes were
+        tested."""
         for subject in subjects:
             if subject.canary is not None:
                 self._runs.pop(subject.canary.rid, None)
+            if subject.is_tested:
+                self._tested |= {node.unit_epoch: None for node in subject.nodes if node is not None}
+        for epoch in list(self._tested)[:-MAX_TESTED]:
+            del self._tested[epoch]
 
 
 def _ask(subjects: Iterable[_Subject]) -> None:
     """Have those answer that have not answered yet, although they may be ready by what their nodes report."""
     for subject in subjects:
-        subject.is_doubted |= subject.answer is None
+        subject.is_doubted |= subject.answer is None and subject.canary is None
 
 
 def _serving(group: NodeGroup) -> list[Pinned]:

@@ -41,10 +41,12 @@ READY = Verdict("ready")
 
 class Votes:
     """The votes of a group: the answers that nodes compute alone, by name. `num_nodes` counts also the nodes that have
-    not answered yet."""
+    not answered yet, `num_pending` only those of them that are about to. A single vote decides nothing before they have
+    answered."""
 
-    def __init__(self, answers: Mapping[str, Answer], num_nodes: int) -> None:
+    def __init__(self, answers: Mapping[str, Answer], num_nodes: int, num_pending: int = 0) -> None:
         self._answers = answers
+        self._is_too_early = len(answers) == 1 and num_pending > 0
         supports = [(sum(agree(each, other) for other in answers.values()), each) for each in answers.values()]
         support, leader = max(supports, key=lambda each: each[0], default=(0, ()))
         self._leader = leader if 2 * support > len(answers) else None  # the group's answer
@@ -53,7 +55,7 @@ class Votes:
 
     def verdict(self, answer: Answer | None, own: Mapping[str, Answer | None]) -> Verdict:
         """Return the verdict on the answer of a pair, whose nodes alone compute `own`, or of a node alone."""
-        if answer is None or None in own.values():
+        if answer is None or None in own.values() or self._is_too_early:
             return UNTRIED
         for name, alone in own.items():
             if alone is not None and not agree(answer, alone):

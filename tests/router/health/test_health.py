@@ -8,6 +8,7 @@ tests/integration/test_canaries.py has real nodes.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,7 @@ from baton.metadata.wire.node_info import Capacity, GroupRank
 from baton.metadata.wire.request import TokenLogprobs
 from baton.router.health.canary import TIMEOUT_S
 from baton.router.health.health import (
+    FULL_RETRY_S,
     RETRY_S,
     Effect,
     PairHealth,
@@ -40,7 +42,7 @@ Make = Callable[..., System]
 Corrupt = Callable[[str, str, list[int]], list[int]]
 RIGHT = [11, 12, 13, 14]
 INTERVAL_S = 30.0
-EVENTS = ["join", "leave", "mute", "full", "broken", "wrong", "look", "doubt", "answer"]
+EVENTS = ["join", "leave", "rejoin", "mute", "full", "broken", "wrong", "look", "doubt", "answer"]
 
 
 def wrong(output: list[int]) -> list[int]:
@@ -75,6 +77,7 @@ class World:
         self.unanswered: list[StartCanary] = []
         self.started: list[StartCanary] = []
         self.told: dict[str, tuple[str, ...]] = {}  # what nodes remember, by name
+        self.num_answers: Counter[tuple[str, ...]] = Counter()  # to canaries, by the epochs of their nodes
         self.num_ready_events = 0
         self.join(*names)
 
@@ -111,6 +114,12 @@ class World:
         for start in [start for start in self.unanswered if node in start.nodes]:
             self.unanswered.remove(start)
             self.take(self.health.failed(start.request, "its node is gone", self.now))
+
+    def rejoin(self, name: str, proven: tuple[str, ...] | None = None) -> None:
+        """Let a node lose its connection and join again, with what its Hello said before: later messages are lost."""
+        hello = self.nodes[name].hello
+        self.leave(name)
+        self.join(name, epoch=hello.epoch, place=hello.place, proven=hello.proven if proven is None else proven)
 
     def look(self, after_s: float = 0.0) -> None:
         """Let time pass, a quarter of a second per look."""
@@ -154,6 +163,7 @@ class World:
         delta = sequence.merge(first, ids, leads, None, self.now)
         assert delta is not None
         request.listener.on_delta(sequence, delta)
+        self.num_answers[tuple(node.unit_epoch for node in start.nodes if node is not None)] += 1
         self.take(self.health.answered(request, self.now))
 
     def answer_only(self, *names: str) -> None:
@@ -187,9 +197,11 @@ class World:
 
     def states(self) -> dict[str, str]:
         """Return each pair's state in one word."""
+        return {f"{p} {d}": word_of(self.state(p, d)) for p, d in self.pairs()}
+
+    def pairs(self) -> list[tuple[str, str]]:
         names = sorted(self.nodes)
-        pairs = [(p, d) for p in names for d in names if (p[0], d[0]) == ("p", "d")]
-        return {f"{p} {d}": word_of(self.state(p, d)) for p, d in pairs}
+        return [(p, d) for p in names for d in names if (p[0], d[0]) == ("p", "d")]
 
 
 def names_of(start: StartCanary) -> str:
@@ -344,6 +356,18 @@ def test_another_failure_of_a_request_brings_a_canary_while_the_pair_serves(worl
     assert len(world.starts("p0", "d0")) == before + 1, "one is enough"
 
 
+def test_a_canary_after_a_failure_stays_due_if_it_finds_no_room(world: World) -> None:
+    world.join("p0", "d0")
+    world.look(RETRY_S)
+    world.full = {"d0"}
+    world.health.doubt(world.nodes["p0"], world.nodes["d0"], None, world.now)
+    world.look()
+    world.full.clear()
+    before = len(world.starts("p0", "d0"))
+    world.look(2 * RETRY_S)
+    assert len(world.starts("p0", "d0")) == before + 1
+
+
 def test_a_failed_canary_is_tried_again_and_its_pair_gets_no_requests(world: World) -> None:
     world.broken = {"d0"}
     world.join("p0", "d0")
@@ -397,8 +421,10 @@ def test_nodes_without_room_are_not_at_fault_and_are_asked_again(world: World) -
     world.join("p0", "d0")
     assert world.states() == {"p0 d0": "untried"}
     num_tries = len(world.starts("p0", "d0"))
-    world.look(0.25)
-    assert len(world.starts("p0", "d0")) > num_tries, "at the next look"
+    world.look(0.9 * FULL_RETRY_S)
+    assert len(world.starts("p0", "d0")) == num_tries
+    world.look(0.1 * FULL_RETRY_S)
+    assert len(world.starts("p0", "d0")) > num_tries
     world.full.clear()
     world.take(world.health.capacity_freed(world.now))  # before that
     assert world.states() == {"p0 d0": "ready"}
@@ -410,8 +436,33 @@ def test_a_faulty_pair_gets_no_more_canaries_because_it_was_full_before(world: W
     world.full = {"d0"}
     world.join("p0", "d0")
     world.full.clear()
-    world.look(0.25)
+    world.look(FULL_RETRY_S)
     assert world.states() == {"p0 d0": "faulty"}
+    assert world.health.capacity_freed(world.now) == []
+
+
+def test_full_pairs_that_are_ready_try_their_canaries_twice_a_second_whatever_room_others_report(world: World) -> None:
+    world.join("p0", "p1", "d0", "d1")
+    world.look(INTERVAL_S - RETRY_S)
+    world.full = set(world.nodes)
+    world.look(2 * RETRY_S)
+    world.look(FULL_RETRY_S)
+    before = len(world.started)
+    for _ in range(20):
+        assert world.health.capacity_freed(world.now) == []
+    world.look(FULL_RETRY_S)
+    assert 0 < len(world.started) - before <= 2 * 8, "four pairs and four nodes alone"
+
+
+def test_room_brings_no_canary_early_to_a_pair_whose_transfers_fail_in_a_row(world: World) -> None:
+    world.join("p0", "d0")
+    pair = world.nodes["p0"], world.nodes["d0"]
+    world.health.doubt(*pair, "no page came", world.now)
+    world.look(INTERVAL_S - RETRY_S)
+    world.full = {"d0"}
+    world.look(2 * RETRY_S)
+    world.full.clear()
+    world.health.doubt(*pair, "no page came", world.now)
     assert world.health.capacity_freed(world.now) == []
 
 
@@ -602,6 +653,19 @@ def test_a_faulty_or_failed_pair_is_not_reported_and_tested_by_the_next_router(w
     assert new.states() == {"p0 d0": "faulty", "p0 d1": "ready", "p1 d0": "ready", "p1 d1": "ready"}
 
 
+def test_a_pair_is_reported_only_while_both_its_nodes_alone_are_ready(world: World) -> None:
+    world.join("p0", "d0")
+    world.look()
+    world.health.doubt(None, world.nodes["d0"], None, world.now)
+    world.mute = {"d0"}
+    world.look(RETRY_S)
+    world.take(world.health.failed(world.only_unanswered().request, "no memory", world.now))
+    new = world.restart()
+    assert world.states() == {"p0 d0": "ready"} and world.told == {"p0": (), "d0": ()}
+    new.mute = {"d0"}
+    assert new.starts("d0") and not new.health.is_reported(new.nodes["p0"], new.nodes["d0"])
+
+
 def test_a_reported_pair_that_serves_nobody_is_tested_after_the_interval(world: World) -> None:
     world.join("p0", "d0")
     new = world.restart()
@@ -632,6 +696,40 @@ def test_a_reported_node_that_goes_bad_is_found_by_a_newcomer(world: World) -> N
     assert new.states() == {f"p{p} d{d}": ("faulty", "ready")[d] for p in range(3) for d in range(2)}
 
 
+def test_a_newcomer_gets_no_local_prompts_by_its_own_vote_while_reported_nodes_can_vote(world: World) -> None:
+    world.join("p0", "d0")
+    new = world.restart()
+    new.corrupt, new.mute = faulty("d1"), {"p0", "d0"}
+    new.join("d1")
+    new.look(RETRY_S)
+    assert new.starts("d1") and new.starts("p0") and new.starts("d0")
+    assert not new.health.is_usable(None, new.nodes["d1"])
+    assert new.is_usable("p0", "d0"), "it serves while its nodes are asked"
+    new.answer_all()
+    new.look(RETRY_S)
+    assert word_of(new.health.state(None, new.nodes["d1"])) == "faulty"
+    assert new.states() == {"p0 d0": "ready", "p0 d1": "faulty"}
+
+
+def test_a_node_that_cannot_answer_or_takes_no_work_does_not_keep_another_waiting(world: World) -> None:
+    world.broken, world.mute = {"d1"}, {"d2"}
+    world.join("d0")
+    assert world.health.is_usable(None, world.nodes["d0"]), "a single node is ready by itself"
+    world.leave("d0")
+    world.join("d1", "d2", "d0")
+    assert not world.health.is_usable(None, world.nodes["d0"])
+    num_events = world.num_ready_events
+    world.take(world.health.failed(world.only_unanswered().request, "disk is on fire", world.now))
+    assert world.health.is_usable(None, world.nodes["d0"]) and world.num_ready_events == num_events + 1
+    world.leave("d0")
+    world.leave("d1")
+    world.leave("d2")
+    world.join("d2")
+    world.registry.leaving(world.nodes["d2"], m.Leaving(done=False, reason="SIGTERM"), world.now)
+    world.join("d0")
+    assert world.health.is_usable(None, world.nodes["d0"])
+
+
 def test_a_node_is_told_again_if_the_message_was_lost_and_only_if_it_understands(world: World) -> None:
     world.join("p0", "d0")
     world.join("d1", protocol_max=7, protocol=7)
@@ -641,6 +739,7 @@ def test_a_node_is_told_again_if_the_message_was_lost_and_only_if_it_understands
     world.look()
     assert not world.told
     world.health.untold(world.nodes["d0"])
+    assert world.health.told(world.nodes["d0"]) == ()
     world.look()
     assert world.told == {"d0": ("e-p0",)}
 
@@ -650,12 +749,62 @@ def test_what_a_node_remembers_of_an_earlier_router_is_taken_back_until_it_is_tr
     assert world.told["p0"] == ()
 
 
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+@pytest.mark.parametrize("failure", ["the link is cut", None])
+def test_a_pair_that_failed_here_is_not_ready_because_a_node_rejoins_that_says_so(
+    lost: str, failure: str | None, world: World
+) -> None:
+    """The message that took the verdict back is lost with the connection. The other node did not say Hello again."""
+    world.join("p0", "d0")
+    new = world.restart()
+    new.mute = {"d0"}
+    new.health.doubt(new.nodes["p0"], new.nodes["d0"], failure, new.now)
+    new.look()
+    new.rejoin(lost)
+    assert not new.is_usable("p0", "d0") and new.starts("p0", "d0")
+    new.answer_all()
+    new.look(RETRY_S)
+    assert new.states() == {"p0 d0": "ready"}
+
+
+def test_a_pair_that_failed_here_is_not_ready_because_the_vote_begins_again(world: World) -> None:
+    world.join("p0", "d0", "d1")
+    new = world.restart()
+    new.mute = {"d0"}
+    new.health.doubt(new.nodes["p0"], new.nodes["d0"], "the link is cut", new.now)
+    new.join("d2", capacity=Capacity(num_pages=2, page_size=16, max_running=4))
+    assert not new.is_usable("p0", "d0") and new.starts("p0", "d0")
+
+
+def test_a_node_that_this_router_has_not_tested_may_report_again(world: World) -> None:
+    """In a group whose nodes differ, the vote begins again as they join one after the other."""
+    world.join("p0", "d0")
+    world.join("d1", capacity=Capacity(num_pages=2, page_size=16, max_running=4))
+    new = world.restart("p0", "d0")
+    new.rejoin("d0")
+    new.join("d1", proven=world.told["d1"], capacity=world.nodes["d1"].hello.capacity)
+    assert new.states() == {"p0 d0": "ready", "p0 d1": "ready"} and not new.started
+
+
+def test_nodes_that_were_tested_are_remembered_up_to_a_limit(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    monkeypatch.setattr("baton.router.health.health.MAX_TESTED", 2)
+    world.join("p0", "d0", "d1")
+    for name in ("p0", "d0", "d1"):
+        world.leave(name)
+    assert list(world.health._tested) == ["e-d0", "e-d1"]
+
+
 @settings(max_examples=num_examples(60), deadline=None)
 @given(st.data())
 def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer, data: st.DataObject) -> None:
-    """Nodes join, die, fall silent, fill up, break and compute wrongly in any order; then one of them stays wrong."""
+    """Nodes join, die, fall silent, fill up, break and compute wrongly in any order; then one of them stays wrong. No
+    pair whose transfer failed is usable before it has answered a canary, whatever its nodes report."""
     world = World(tokenizer)
     names = ["p0", "p1", "p2", "d0", "d1", "d2"]
+    failed: dict[tuple[str, str], int] = {}  # pairs of epochs, and how many canaries they had answered
+    if data.draw(st.booleans()):
+        world.join(*names)
+        world = world.restart()
     for number in range(data.draw(st.integers(1, 25))):
         name = data.draw(st.sampled_from(names))
         match data.draw(st.sampled_from(EVENTS)):
@@ -663,6 +812,8 @@ def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer,
                 world.join(name, epoch=f"{number}")
             case "leave" if name in world.nodes:
                 world.leave(name)
+            case "rejoin" if name in world.nodes:
+                world.rejoin(name, data.draw(st.sampled_from([None, world.told.get(name)])))
             case "mute" | "full" | "broken" as trouble:
                 getattr(world, trouble).symmetric_difference_update({name})
             case "wrong":
@@ -674,10 +825,17 @@ def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer,
                 if p and d:
                     failure = data.draw(st.sampled_from([None, "torn"]))
                     world.health.doubt(world.nodes[p], world.nodes[d], failure, world.now)
+                    pair = world.nodes[p].unit_epoch, world.nodes[d].unit_epoch
+                    failed |= {pair: world.num_answers[pair]} if failure else {}
+                    if data.draw(st.booleans()):
+                        world.rejoin(p)
             case "answer":
                 world.answer_all()
             case _:
                 pass
+        for p, d in world.pairs():
+            pair = world.nodes[p].unit_epoch, world.nodes[d].unit_epoch
+            assert not world.is_usable(p, d) or world.num_answers[pair] > failed.get(pair, -1), (p, d)
     bad = data.draw(st.sampled_from(names))
     world.corrupt = faulty(bad)
     world.full.clear()

@@ -74,6 +74,12 @@ def test_a_connection_that_spoils_pages_makes_one_pair_faulty() -> None:
     assert counted.verdict(WRONG, {"p0": RIGHT, "d0": RIGHT}).state == "faulty"
 
 
+def test_a_single_vote_decides_nothing_while_others_are_about_to_vote() -> None:
+    assert Votes({"d1": WRONG}, 3, 1).verdict(WRONG, {}) == UNTRIED
+    assert Votes({"d1": WRONG}, 3, 0).verdict(WRONG, {}) == READY, "the others cannot answer"
+    assert Votes({"d1": WRONG, "d0": WRONG}, 3, 1).verdict(WRONG, {}) == READY
+
+
 def test_votes_are_unanimous_if_all_agree() -> None:
     assert votes(0).are_unanimous and votes(1, d0=RIGHT).are_unanimous and votes(3, d0=RIGHT, d1=RIGHT).are_unanimous
     assert not votes(3, d0=RIGHT, d1=RIGHT, d2=WRONG).are_unanimous
