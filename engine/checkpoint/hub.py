@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 
 from ...metadata.errors import BatonError, ConfigError, ModelError
 from ...metadata.logs import size_in_words
+from ...metadata.version import install_command
 from ..drafters.registry import DRAFTERS
 from .model_files import did_you_mean, path_of
 
@@ -188,7 +189,7 @@ def _library(name: str) -> Any:
     except ImportError:
         raise ConfigError(
             f"{name} is no directory here, and to download it from the Hugging Face hub Baton needs huggingface_hub: "
-            "pip install 'baton-serve[hub]', or give a directory"
+            f"{install_command('hub')}, or give a directory"
         ) from None
     if urlsplit(constants.ENDPOINT).username is not None:
         raise ConfigError("HF_ENDPOINT holds a password, which logs would show: give the hub's token by HF_TOKEN")
