@@ -272,7 +272,7 @@ def _router(facts: Facts) -> Iterator[Finding]:
         yield Finding("error", f"{each.address} cannot be reached: {each.failure}", mend)
         return
     mtu = f", by an MTU of {each.path_mtu:,}" if each.path_mtu else ""
-    yield Finding("ok", f"{each.address} answers{mtu}; its log calls this a refused peer")
+    yield Finding("ok", f"{each.address} answers{mtu}; no key was tried, and its log calls this a refused peer")
 
 
 def _dotted(version: tuple[int, int]) -> str:

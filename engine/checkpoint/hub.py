@@ -212,7 +212,10 @@ def _cached(model: str, name: str, revision: str | None, why: str, say: Say) -> 
     directory = storage / "snapshots" / commit
     if not commit or not directory.is_dir():
         what = name if revision is None else f"revision {revision} of {name}"
-        raise ModelError(f"{what} is not in the cache ({storage.parent}), and {why}{did_you_mean(Path(model))}")
+        raise ModelError(
+            f"{what} is not in the cache ({storage.parent}), and {why}{did_you_mean(Path(model))}; name another hub by "
+            "HF_ENDPOINT, or give a directory"
+        )
     say(f"{name}: {why}; taking commit {commit[:12]} from the cache")
     return HubSnapshot(name, revision or _MAIN, commit, directory, {}, why)
 

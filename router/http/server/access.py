@@ -130,7 +130,8 @@ class Access:
                     raise Forbidden(f"this route needs the admin key; an API key is not enough{instead}")
             elif not self.is_local:
                 raise Forbidden(
-                    f"this route is closed, since the router has no admin key and is not on loopback{instead}"
+                    "this route is closed, since the router has no admin key and is not on loopback: start the router "
+                    f"with BATON_ADMIN_KEY (or --admin-key){instead}"
                 )
         if caller is None and self.has_api_keys:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY` or x-api-key")

@@ -310,7 +310,8 @@ def test_the_cache_answers_if_the_hub_cannot_be_asked(host: Host, model: Path, m
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert host.fetch(node) == found and host.hub.asked == []
     assert host.refusal(DecodeConfig(model="org/other")) == (
-        f"org/other is not in the cache ({host.cache}), and HF_HUB_OFFLINE forbids asking the hub"
+        f"org/other is not in the cache ({host.cache}), and HF_HUB_OFFLINE forbids asking the hub; name another hub by "
+        "HF_ENDPOINT, or give a directory"
     )
     (Path(found[0].model) / "model.safetensors").unlink()
     assert f"the cache has org/model at commit {commit[:12]} only in part, and HF_HUB" in host.refusal(node)
