@@ -13,6 +13,7 @@ from typing import Any
 
 from ..metadata.errors import BatonError
 from ..metadata.service_manager import notify
+from ..metadata.version import install_command
 from .child import die_with_parent
 from .config_file import print_tables, read_tables
 from .flags import Parser, Setting, add_flag, by_name, nearest, replaced_flags, resolve
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         if library not in _EXTRAS or _is_debug(argv):
             raise
         who, extra = _EXTRAS[library]
-        print(f"baton: error: {who} needs {library}: pip install 'baton-serve[{extra}]'", file=sys.stderr)
+        print(f"baton: error: {who} needs {library}: {install_command(extra)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

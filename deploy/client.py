@@ -85,7 +85,7 @@ class Client:
         """Return the names that GET /v1/models lists. Raises Unavailable or RequestError."""
         status, body = self.get("/v1/models")
         if status != 200:
-            raise failure(status, body)
+            raise _with_key(failure(status, body), status)
         return [model["id"] for model in json.loads(body)["data"]]
 
     def get(self, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
@@ -137,7 +137,7 @@ class Client:
             connection.request("POST", f"{self._path}/v1/chat/completions", payload, headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise failure(response.status, response.read())
+                raise _with_key(failure(response.status, response.read()), response.status)
             yield from _chunks(response)
         except (OSError, http.client.HTTPException) as error:
             raise self._unavailable(error) from None
@@ -182,6 +182,11 @@ def failure(status: int, body: bytes) -> RequestError:
     except (ValueError, KeyError, TypeError):
         message = _one_line(body.decode("utf-8", "replace"))[:500]
     return RequestError(f"{_one_line(message)} (HTTP {status})")
+
+
+def _with_key(error: RequestError, status: int) -> RequestError:
+    """Return the error of a client's route, with how to give a key if that is what it lacks."""
+    return RequestError(f"{error}; give an API key, --api-key or BATON_API_KEY") if status == 401 else error
 
 
 def _one_line(text: object) -> str:

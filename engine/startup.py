@@ -199,7 +199,11 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
     keys = KeyPair.configured(config)
     name = keys.name if keys is not None else None
     if name is not None and config.node_id not in (None, name):
-        raise ConfigError(f"--node-id {config.node_id}: allow-list {config.allow_list} calls this node's key {name!r}")
+        raise ConfigError(
+            f"--node-id {config.node_id}: allow-list {config.allow_list} calls this node's key {name!r}; call the key "
+            f"{config.node_id} in the list (`baton keys --name {config.node_id} FILE` makes a new one), or use "
+            f"--node-id {name}"
+        )
     if keys is not None and name == ROUTER:
         raise ConfigError(f"--keys {config.keys}: allow-list {config.allow_list} says that this is the router's key")
     for address in (config.router, *addresses):

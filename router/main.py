@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -96,7 +97,7 @@ class Router:
             self._http = await self._listen(self._runner)
         except OSError as error:
             await self.stop()
-            raise ConfigError(f"cannot serve HTTP on {config.host}:{config.port}: {error.strerror}") from error
+            raise ConfigError(_cannot_serve("--host", "--port", config.host, config.port, error)) from error
         addresses = [listening.getsockname() for listening in self._http.sockets]
         host, port = addresses[0][:2]
         self.api.access.is_local = all(ip_address(address[0]).is_loopback for address in addresses)
@@ -187,6 +188,16 @@ class Router:
 
     def _num_requests(self) -> int:
         return sum(not request.is_canary for request in self.dispatcher.requests.values())
+
+
+def _cannot_serve(host_flag: str, port_flag: str, host: str, port: int, error: OSError) -> str:
+    mends = {
+        errno.EADDRINUSE: f"; another process listens there: use another {port_flag}, or stop it",
+        errno.EADDRNOTAVAIL: f"; this host has no such address: give one of its own by {host_flag}, or 0.0.0.0 for all",
+        errno.EACCES: f"; this user may not: use a {port_flag} of 1024 or above",
+    }
+    why = os.strerror(error.errno) if error.errno in mends else error.strerror
+    return f"cannot serve HTTP on {host}:{port}: {why}{mends.get(error.errno or 0, '')}"
 
 
 def run(config: RouterConfig) -> int:

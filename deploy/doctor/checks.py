@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ...engine.config import MEMORY_SHARE
 from ...metadata.logs import size_in_words
+from ...metadata.version import install_command
 from ...metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .facts import Facts, Requirement, Tried
 from .finding import Finding
@@ -52,11 +53,10 @@ def _packages(facts: Facts) -> Iterator[Finding]:
             f"{each.name} {each.installed} is older than {each.least}" if each.installed else f"{each.name} is missing"
             for each in wrong
         )
-        package = f"baton-serve[{extra}]" if extra else "baton-serve"
         yield Finding(
             "error" if is_old or not extra else "note",
             f"{_EXTRAS.get(extra, f'[{extra}]')}: {names}",
-            f"Run `pip install '{package}'`.",
+            f"Run {install_command(extra)}.",
         )
 
 
@@ -272,7 +272,7 @@ def _router(facts: Facts) -> Iterator[Finding]:
         yield Finding("error", f"{each.address} cannot be reached: {each.failure}", mend)
         return
     mtu = f", by an MTU of {each.path_mtu:,}" if each.path_mtu else ""
-    yield Finding("ok", f"{each.address} answers{mtu}; its log calls this a refused peer")
+    yield Finding("ok", f"{each.address} answers{mtu}; no key was tried, and its log calls this a refused peer")
 
 
 def _dotted(version: tuple[int, int]) -> str:

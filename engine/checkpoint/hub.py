@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 
 from ...metadata.errors import BatonError, ConfigError, ModelError
 from ...metadata.logs import size_in_words
+from ...metadata.version import install_command
 from ..drafters.registry import DRAFTERS
 from .model_files import did_you_mean, path_of
 
@@ -188,7 +189,7 @@ def _library(name: str) -> Any:
     except ImportError:
         raise ConfigError(
             f"{name} is no directory here, and to download it from the Hugging Face hub Baton needs huggingface_hub: "
-            "pip install 'baton-serve[hub]', or give a directory"
+            f"{install_command('hub')}, or give a directory"
         ) from None
     if urlsplit(constants.ENDPOINT).username is not None:
         raise ConfigError("HF_ENDPOINT holds a password, which logs would show: give the hub's token by HF_TOKEN")
@@ -211,7 +212,10 @@ def _cached(model: str, name: str, revision: str | None, why: str, say: Say) -> 
     directory = storage / "snapshots" / commit
     if not commit or not directory.is_dir():
         what = name if revision is None else f"revision {revision} of {name}"
-        raise ModelError(f"{what} is not in the cache ({storage.parent}), and {why}{did_you_mean(Path(model))}")
+        raise ModelError(
+            f"{what} is not in the cache ({storage.parent}), and {why}{did_you_mean(Path(model))}; name another hub by "
+            "HF_ENDPOINT, or give a directory"
+        )
     say(f"{name}: {why}; taking commit {commit[:12]} from the cache")
     return HubSnapshot(name, revision or _MAIN, commit, directory, {}, why)
 

@@ -65,6 +65,8 @@ def parse_address(text: str) -> Address:
     match = _TCP.fullmatch(text)
     if match is None:
         hint = f"; write tcp://{text}" if _HOST_AND_PORT.fullmatch(text) else ""
+        if text.startswith(("http://", "https://")):
+            hint = ": that is for clients; nodes connect to the router's node_address, like tcp://HOST:5700"
         raise ConfigError(f"address {text!r} is neither tcp://HOST:PORT nor ipc://PATH{hint}")
     port = 0 if match["port"] == "*" else int(match["port"])
     if port > _MAX_PORT:

@@ -89,7 +89,11 @@ class KeyPair:
                 f"key file {path} cannot be read: {error.strerror}; `baton keys {path}` makes one"
             ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"key file {path} is malformed: {error}") from error
+            raise ConfigError(f"key file {path} is malformed: {error}; it is no file of `baton keys`") from error
+        if not {"public", "secret"} & data.keys():
+            raise ConfigError(
+                f"key file {path} is malformed: it is no file of `baton keys`, which has public and secret"
+            )
         _require_private(path, status)
         public, secret = _key(path, data, "public"), _key(path, data, "secret")
         if zmq.curve_public(secret) != public:

@@ -239,4 +239,4 @@ def _bind(socket: zmq.Socket[bytes], address: str, keys: KeyPair | None) -> None
     try:
         socket.bind(str(parse_address(address)))
     except zmq.ZMQError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}; give another --node-address") from error

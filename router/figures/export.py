@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from ...metadata.version import install_command
 from ..requests.trace import RequestTrace, Span, TraceRecorder
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def configured_export(environ: Mapping[str, str]) -> TraceExport | None:
         exporter = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
         export = TraceExport(_batched(exporter))
     except ImportError as error:
-        logger.warning("no traces: %s is missing: pip install 'baton-serve[otel]'", error.name)
+        logger.warning("no traces: %s is missing: %s", error.name, install_command("otel"))
         return None
     logger.info("traces of requests go to %s", endpoint)
     return export

@@ -49,6 +49,9 @@ def refusal(hello: Hello, incompatible: Sequence[Node]) -> str:
     phrases = [_differences(hello, node) for node in incompatible[:MAX_COMPARED]]
     is_of_group = any(node.role == hello.role for node in incompatible)  # nodes of one role differ in the commit alone
     words = "nodes of its group serve another commit" if is_of_group else "it can be paired with nobody"
+    weights_of = {_digest(node.hello) for node in incompatible}
+    if _digest(hello) not in weights_of:
+        words = f"these are two models, so give one another --model-name, or both the same --model: {words}"
     return f"{words}: {'; '.join(phrases)}"
 
 
@@ -64,6 +67,11 @@ def _differences(hello: Hello, node: Node) -> str:
     if not node.shares_protocol(hello):
         phrases.append(f"protocol versions: {_protocols(hello)} here, {_protocols(node.hello)} there")
     return f"{node.role} node {node.node_id} of model {hello.model.name!r} differs in {', '.join(phrases)}"
+
+
+def _digest(hello: Hello) -> str:
+    """Return the digest of the weights, however they are quantized."""
+    return hello.target_fingerprint.partition(" ")[0]
 
 
 def _commits(hello: Hello, node: Node) -> list[str]:

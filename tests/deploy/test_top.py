@@ -20,6 +20,7 @@ from msgspec import structs
 from baton.deploy import cli, top
 from baton.deploy.client import Client
 from baton.deploy.plan import free_port
+from baton.metadata.version import install_command
 from baton.router.http.page.types import LiveRequest, LiveWait, OwnedPages, Snapshot
 
 from .conftest import Server, node, snapshot
@@ -106,7 +107,7 @@ def test_json_has_a_snapshot_and_the_rates_since_the_one_before(run_top: Top, mo
 def test_a_missing_library_is_named_with_its_extra(run_top: Top, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.console", None)
     monkeypatch.delitem(sys.modules, "baton.deploy.top_view", raising=False)
-    assert run_top("--once") == (2, "", "baton: error: `baton top` needs rich: pip install 'baton-serve[terminal]'\n")
+    assert run_top("--once") == (2, "", f"baton: error: `baton top` needs rich: {install_command('terminal')}\n")
 
 
 def test_an_api_key_shows_counts_and_says_what_is_missing(server: Server, run_top: Top) -> None:

@@ -46,7 +46,9 @@ def test_a_nodes_name_is_what_the_allow_list_calls_its_key(tmp_path: Path) -> No
     assert node_id(EngineConfig(**given), "decode") == "d0"
     keys = load_keys(EngineConfig(**given, node_id="d0"))
     assert keys is not None and keys.name == "d0"
-    with pytest.raises(ConfigError, match=r"--node-id d1: allow-list .* calls this node's key 'd0'"):
+    with pytest.raises(
+        ConfigError, match=r"--node-id d1: allow-list .* calls this node's key 'd0'; .*baton keys --name d1 "
+    ):
         load_keys(EngineConfig(**given, node_id="d1"))
     with pytest.raises(ConfigError, match="this is the router's key"):
         load_keys(EngineConfig(keys=str(tmp_path / "router"), allow_list=str(listed.path)))

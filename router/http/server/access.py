@@ -132,7 +132,10 @@ class Access:
             elif needs is KeyLevel.FIGURES:
                 raise Forbidden(f"this route is closed, since the router has API keys and no admin key{instead}")
             elif not self.is_local:
-                raise Forbidden("this route is closed, since the router has no admin key and is not on loopback")
+                raise Forbidden(
+                    "this route is closed, since the router has no admin key and is not on loopback: start the router "
+                    "with BATON_ADMIN_KEY (or --admin-key)"
+                )
         if caller is None and self.has_api_keys:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY` or x-api-key")
         return self._of_tenant(http_request, caller or self._anyone)

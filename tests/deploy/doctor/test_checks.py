@@ -11,6 +11,7 @@ from baton.deploy.doctor.checks import check_host
 from baton.deploy.doctor.facts import Cache, Facts, Holder, Port, Reached, Requirement, Tried
 from baton.deploy.doctor.gpu_facts import DeviceFile, Driver, Gpu, GpuFacts, NumaPlace, Torch
 from baton.engine.gpus import UsedMemory
+from baton.metadata.version import install_command
 
 GIB = 1 << 30
 ONE = Gpu("H200", "0000:1b:00.0", 140 * GIB, can_share=True)
@@ -50,15 +51,15 @@ CASES = {  # what is wrong: changed facts, the check, the level, words of the fi
     "old Python": ({"python": (3, 10, 1)}, "versions", "error", "3.10.1", "3.11"),
     "a package of the router": (
         {"requirements": (Requirement("pyzmq", "26", "", None),)},
-        "packages", "error", "pyzmq is missing", "pip install 'baton-serve'",
+        "packages", "error", "pyzmq is missing", install_command(),
     ),
     "an old torch": (
         {"requirements": (Requirement("torch", "2.11", "node", "2.9.1+cu128"),)},
-        "packages", "error", "torch 2.9.1+cu128 is older than 2.11", "baton-serve[node]",
+        "packages", "error", "torch 2.9.1+cu128 is older than 2.11", install_command("node"),
     ),
     "an extra": (
         {"requirements": (Requirement("opentelemetry-sdk", "1.30", "otel", None),)},
-        "packages", "note", "opentelemetry-sdk is missing", "baton-serve[otel]",
+        "packages", "note", "opentelemetry-sdk is missing", install_command("otel"),
     ),
     "device files": (
         gpu(files=(DeviceFile("/dev/nvidia0", is_open_to_us=False),)), "GPU driver", "error", "/dev/nvidia0", "--gpus",

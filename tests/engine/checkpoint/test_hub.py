@@ -27,6 +27,7 @@ from baton.engine.checkpoint.hub import commit_of, name_of, repository, small_fi
 from baton.engine.checkpoint.model_check import check_model, fetched
 from baton.metadata.errors import BatonError
 from baton.metadata.logs import size_in_words
+from baton.metadata.version import install_command
 from baton.prefill_node.config import PrefillConfig
 
 CHUNK = 1 << 14
@@ -309,7 +310,8 @@ def test_the_cache_answers_if_the_hub_cannot_be_asked(host: Host, model: Path, m
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert host.fetch(node) == found and host.hub.asked == []
     assert host.refusal(DecodeConfig(model="org/other")) == (
-        f"org/other is not in the cache ({host.cache}), and HF_HUB_OFFLINE forbids asking the hub"
+        f"org/other is not in the cache ({host.cache}), and HF_HUB_OFFLINE forbids asking the hub; name another hub by "
+        "HF_ENDPOINT, or give a directory"
     )
     (Path(found[0].model) / "model.safetensors").unlink()
     assert f"the cache has org/model at commit {commit[:12]} only in part, and HF_HUB" in host.refusal(node)
@@ -378,7 +380,7 @@ def test_names_and_paths_are_told_apart(tmp_path: Path, monkeypatch: pytest.Monk
 def test_without_huggingface_hub_a_name_names_the_extra(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     words = host.refusal(DecodeConfig(model="org/model"))
-    assert words.startswith("org/model is no directory here, ") and "pip install 'baton-serve[hub]'" in words
+    assert words.startswith("org/model is no directory here, ") and install_command("hub") in words
 
 
 def test_a_node_says_what_is_wrong_once_and_sends_no_telemetry(host: Host) -> None:

@@ -159,3 +159,8 @@ def test_ranks_without_ports_behind_rank_0_are_refused() -> None:
     assert address_of_rank("tcp://10.0.0.1:65533", 2) == "tcp://10.0.0.1:65535"
     with pytest.raises(ConfigError, match=r"65534': rank 2 would listen at port 65536; use a port of at most 65533$"):
         address_of_rank("tcp://10.0.0.1:65534", 2)
+
+
+def test_an_address_for_clients_is_told_from_one_for_nodes() -> None:
+    with pytest.raises(ConfigError, match=r"nodes connect to the router's node_address, like tcp://HOST:5700"):
+        parse_address("http://127.0.0.1:8000")

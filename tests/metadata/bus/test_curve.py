@@ -91,7 +91,8 @@ def test_load_names_the_fault_of_a_key_file(tmp_path: Path) -> None:
         KeyPair.load(tmp_path)
     one, two = KeyPair.generate(), KeyPair.generate()
     for text, problem in (
-        (b"", "public is not a key"),
+        (b"", "no file of `baton keys`"),
+        (b"ann sk-1 research\n", "no file of `baton keys`"),
         (b"\xff\xfe", "malformed"),
         (b"public = ", "malformed"),
         (b'public = 5\nsecret = "x"', "public is not a key"),

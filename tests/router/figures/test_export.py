@@ -17,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from baton.metadata.version import install_command
 from baton.router.figures import export as export_module
 from baton.router.figures.export import TraceExport, configured_export
 
@@ -201,7 +202,7 @@ def test_a_missing_package_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog:
 
     monkeypatch.setattr(export_module, "import_module", importing)
     assert configured_export({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}) is None
-    assert "pip install 'baton-serve[otel]'" in caplog.text
+    assert install_command("otel") in caplog.text
 
 
 @pytest.mark.parametrize(("environ", "name"), [({}, "baton-router"), ({"OTEL_SERVICE_NAME": "ours"}, "ours")])

@@ -47,8 +47,9 @@ def test_a_refusal_names_the_differences_with_both_values(
 ) -> None:
     clocked.join(name="p0", role="prefill")
     reason = reason_for(clocked, **changes)
-    assert reason.startswith("it can be paired with nobody: prefill node p0 of model 'fake' differs in ")
+    assert "it can be paired with nobody: prefill node p0 of model 'fake' differs in " in reason
     assert expected in reason, reason
+    assert reason.startswith("these are two models") == ("target_fingerprint" in changes)
 
 
 def test_nodes_of_two_commits_are_refused_with_both_though_their_weights_are_equal(clocked: ClockedRegistry) -> None:

@@ -164,7 +164,7 @@ MAX_EXAMPLES = int(os.environ.get("BATON_SCHEMATHESIS_EXAMPLES", "6"))  # per op
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(COMMAND is None, reason="schemathesis is not installed: pip install 'baton-serve[test]'")
+@pytest.mark.skipif(COMMAND is None, reason="schemathesis is not installed: pip install -e '.[test]'")
 def test_schemathesis_finds_no_answer_that_the_document_does_not_declare(
     make_system: Callable[..., System], tmp_path: Path
 ) -> None:
