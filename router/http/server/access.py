@@ -130,8 +130,7 @@ class Access:
                     raise Forbidden(f"this route needs the admin key; an API key is not enough{instead}")
             elif not self.is_local:
                 raise Forbidden(
-                    "this route is closed, since the router has no admin key and is not on loopback: start the router "
-                    f"with BATON_ADMIN_KEY (or --admin-key){instead}"
+                    f"this route is closed, since the router has no admin key and is not on loopback{instead}"
                 )
         if caller is None and self.has_api_keys:
             raise Unauthorized("the API key is missing or wrong; send it as `Authorization: Bearer KEY` or x-api-key")
