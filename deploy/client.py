@@ -15,7 +15,10 @@ from .terminal import printable
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _TIMEOUT_S = 10.0
-_KEYS = "; give the router's admin key, --admin-key or BATON_ADMIN_KEY, else an API key, --api-key or BATON_API_KEY"
+_KEYS = (
+    "; give the router's admin key, --admin-key or BATON_ADMIN_KEY (start the router with one if it has none), else an "
+    "API key, --api-key or BATON_API_KEY"
+)
 _Answer = TypeVar("_Answer")
 Key = str | Callable[[], str | None] | None  # an API key, or what returns the one of the moment
 
