@@ -8,15 +8,17 @@ from dataclasses import MISSING, asdict
 from dataclasses import fields as dataclass_fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from .checkpoint import tensor_digests
-from .model_config import ExpertsConfig, ModelConfig
+from .model_config import ExpertsConfig, ModelConfig, RopeConfig
 from .model_files import safetensors_files
 from .read_config import read_model_config
 
 _EARLY = ("hc_mult", "hands_over_collapsed")  # fields with defaults that the digests of all releases hold
+_LATE_ROPE = ("query_beta",)  # fields of `rope` that the digests of early releases lack
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
@@ -36,14 +38,22 @@ def fingerprint_of(config: ModelConfig, tensors: Mapping[str, bytes]) -> str:
     for field in dataclass_fields(ModelConfig):  # releases that lack a field agree with those that have its default
         if field.default is not MISSING and field.name not in _EARLY and fields[field.name] == field.default:
             del fields[field.name]
+    for name in _LATE_ROPE:
+        if fields["rope"][name] == _defaults(RopeConfig)[name]:
+            del fields["rope"][name]
     if "experts" in fields:  # the same for its fields with defaults
-        defaults = {field.name: field.default for field in dataclass_fields(ExpertsConfig)}
+        defaults = _defaults(ExpertsConfig)
         fields["experts"] = {name: value for name, value in fields["experts"].items() if value != defaults[name]}
     digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(tensors[name])
     quantization = "" if config.quantization is None else f" {config.quantization.words}"
     return digest.hexdigest() + quantization
+
+
+def _defaults(config: type[ExpertsConfig | RopeConfig]) -> dict[str, Any]:
+    """Return the default of each field of a configuration."""
+    return {field.name: field.default for field in dataclass_fields(config)}
 
 
 @lru_cache(2)
