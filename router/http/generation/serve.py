@@ -64,9 +64,9 @@ async def serve_chat(
         reading, grammar = None, None
         if use is not None or reasoning is not None:
             reading = OutputReading(prompt.text, tokenizer, use, reasoning, api.config.reasoning_field)
+        answer_format = format_of(tokenizer, reading)
         if has_format or reading is not None or body.thinking_token_budget is not None:
             grammar = await chat_grammar(api.grammars, body, use, reasoning, prompt.text, group, tokenizer)
-        answer_format = format_of(tokenizer, reading)
         return await serve(
             api,
             http_request,
