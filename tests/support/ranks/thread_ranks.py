@@ -9,7 +9,6 @@ A rank that raises an error, or that joins no operation while another waits for 
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import queue
 import tempfile
@@ -32,7 +31,6 @@ from baton.engine.ranks.group import OneProcess
 from baton.engine.ranks.ranks import Ranks
 from baton.engine.ranks.steps import NUM_VALUES, GroupSteps
 from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.kernels.operations import is_installed
 from baton.kernels.products.linear import sum_parts
 from baton.kernels.products.norm import add_rms_norm_
 
@@ -176,8 +174,6 @@ class ThreadRanks:
     ) -> None:
         """`leads`: rank 0 is the calling thread, which has the turn from now on unless it waits."""
         use_threads(config)
-        if is_installed("triton"):  # its first call imports more of it, which two threads at once have not survived
-            importlib.import_module("triton.runtime.jit").mangle_type(torch.zeros(1))
         self.size, self.num_slots = size, num_slots
         self.group = ThreadGroup(size, timeout_s)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
