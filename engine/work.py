@@ -1,4 +1,4 @@
-"""Plain values that a scheduler and a device exchange: works, and the reports on them. Imports no torch.
+"""Plain values between a scheduler and a device: pieces of work, and reports on them. Imports no torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

@@ -27,10 +27,10 @@ _alive = Throttle(1.0)
 def notify(
     state: Literal["starting", "ready", "alive", "stopping"] | None = None, words: str = "", *, limit_s: float = 0.0
 ) -> None:
-    """Tell the service manager the state of this process, and in `words` what it does or why it ends: `systemctl
-    status` shows them. `limit_s`: for how long a process that stops may still drain.
+    """Send the state of this process to the service manager. `words` are the status line of `systemctl status`.
+    `limit_s` is the longest time for which a process that stops may still drain, in seconds.
 
-    What cannot be sent is lost: the process goes on."""
+    If the message cannot be sent, it is dropped, and the process goes on."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address or (state == "alive" and not _alive.is_due()):
         return

@@ -18,8 +18,8 @@ _NAME_LEN = 12
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of the check named `check`. `what` is a sentence about the fact, `mend` one about the remedy. `mend`
-    is empty if nothing is wrong, or if `what` is an error message of Baton, which names the remedy itself."""
+    """The result of one check. `what` states the fact and `mend` the remedy, in a sentence each. `mend` is empty if
+    nothing is wrong, or if `what` is an error message that names the remedy. `check` is the name of the check."""
 
     level: Level
     what: str

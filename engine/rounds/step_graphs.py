@@ -1,10 +1,10 @@
-"""CUDA graphs for the single steps of a decode round. They serve rounds that one graph cannot hold:
+"""CUDA graphs for the three steps of a decode round. Most rounds are one graph. Two kinds of rounds are three:
 
-- A chunk of prompts shares the forward of the round, so that the weights are read once.
-- A grammar limits the tokens of the draft. The host computes these limits when it knows the drafts
+- Rounds that share their forward with a chunk of prompts, so that the weights are read once.
+- Rounds with a grammar. After the drafter has proposed tokens, the host computes which of them the grammar allows
   (sampling/grammar.py).
 
-Such a round is three graphs (round.py):
+The three graphs (round.py):
 
     propose   for a bucket, a draft shape and a kind of sampling
     verify    for a bucket, a draft shape and a number of prompt tokens, which may be 0

@@ -1,5 +1,5 @@
-"""The allow-list: a file of lines `NAME KEY`, with the public key of each process that may connect. All processes have
-the same file.
+"""The allow-list: a file that lists each process that may connect, by name and public key. All processes have the same
+file. A line is `NAME KEY`:
 
     router     rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7
     prefill-0  Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID   # host1, rack 7

@@ -190,8 +190,8 @@ class _Peer:
 
 
 class PeerLiveness(Generic[_K]):
-    """Judges whether nodes are alive, for the router. A node is stuck if its phase exceeds the limit of that phase, and
-    dead if it is silent for too long. Otherwise it is alive.
+    """The router's judgement of each node: alive, stuck or dead. A node is stuck if its present phase takes longer than
+    the limit of that phase. A node is dead if it is silent for too long.
 
     On a starved machine heartbeats come late, and on a slow network a lost packet holds them up for round trips. So a
     node whose last heartbeats were far apart, or that measures a long round trip, may be silent for longer. So may

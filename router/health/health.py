@@ -1,5 +1,5 @@
-"""Health: an automaton, without clock or socket, that decides which pairs of a prefill and a decode node may get
-requests, and which nodes may compute prompts alone.
+"""Health of nodes: an automaton without clock or socket. It decides which pairs of a prefill and a decode node get
+requests, and which decode nodes compute prompts alone.
 
 The dispatcher reports events with their time, and carries out the effects that come back, in order: StartCanary,
 PairsReady, TellProven. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.
@@ -325,7 +325,7 @@ class PairHealth:
         return self._told.get(node, node.hello.proven) or ()
 
     def untold(self, node: Node) -> None:
-        """What a node had to remember may not have reached it. It is told again."""
+        """Record that the last TellProven may not have reached the node. The next `look` sends it again."""
         self._told[node] = None
 
     def look(self, now: float) -> list[Effect]:

@@ -1,5 +1,5 @@
-"""Table of fields that clients send and that ask for nothing here, for something under another name, or for something
-that is not served. All routes use it.
+"""Table of fields that clients send and that the types of the bodies do not declare. All routes use it. An entry says
+what the router does with the field:
 
     Ignored     it has no effect on the text; `why` says why that is safe
     Renamed     it is served as the field `to`: a name, or a name within an object

@@ -1,6 +1,7 @@
-"""API keys: who may call which route, and how many sequences each key may have running. A client sends its key as
-`Authorization: Bearer KEY`, or, as Anthropic's clients do, in the header x-api-key. A key belongs to a tenant. If its
-line names none, a trusted proxy may name it.
+"""Access by API keys: the routes that a caller may use, and the sequences that a key may have running at once.
+
+A client sends its key as `Authorization: Bearer KEY`. Anthropic's clients send it in the header x-api-key. Each key
+belongs to a tenant. If the line of the key names no tenant, a trusted proxy may name one.
 
 A route needs    callers that may use it
 nothing          everybody
