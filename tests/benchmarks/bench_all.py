@@ -1,12 +1,12 @@
-"""Measure all figures of docs/performance.md that need a GPU, and check them.
+"""Measure all figures of docs/performance.md that need GPUs, and check them.
 
-    python tests/benchmarks/bench_all.py --models models --out figures [--only engine-1b system-1b] [--again]
+    python tests/benchmarks/bench_all.py --models models --out figures [--only engine-1b system-8b] [--again]
 
-Each part runs in its own process, whose output goes to OUT/NAME.log. If a part needs a planted checkpoint that is not
-in --models, the checkpoint is made first. A part succeeds if what it generated or moved equals what is known; its
-figures are then in OUT/NAME.json. Parts with such a file are not run again unless --again is given, so a run that was
-interrupted continues where it stopped. After each part, OUT/figures.json and OUT/figures.md hold all figures so
-far, and OUT/figures the main tables.
+Each part runs in its own process, whose output goes to OUT/NAME.log, on as many GPUs as it needs; the GPUs of the
+machine work at the same time. Models are planted, and their loader makes the weights. A part succeeds if what it
+generated or moved equals what is known; its figures are then in OUT/NAME.json. Parts with such a file are not run again
+unless --again is given, so a run that was interrupted continues where it stopped. After each part, OUT/figures.json
+and OUT/figures.md hold all figures so far, and OUT/figures the tables of docs/figures.
 
 The exit status is 1 if a part failed. The other parts run anyway.
 """
@@ -15,39 +15,40 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import shared_paths  # noqa: F401
+import shared_paths
 from gpu_figures import write_gpu_figures
 from harness import tables
 
+from baton.engine.gpus import visible_gpus
+
 HERE = Path(__file__).parent
+FIRST_PORT = 8100  # of the routers of parts
 
 
 class Model(NamedTuple):
-    """A planted checkpoint."""
+    """A planted model whose weights the loader makes."""
 
     architecture: str
     heads: tuple[str, ...] = ()  # EAGLE-3, by the share of tokens that they propose right
-    is_made: bool = False  # it has no files of weights: the loader makes them
-
-    @property
-    def name(self) -> str:
-        """The name of its directory."""
-        return f"{self.architecture}-made" if self.is_made else self.architecture
 
 
 MODELS = {
     "1b": Model("llama-3.2-1b"),
-    "8b": Model("llama-3.1-8b", ("0.8", "0.6", "0.2")),
-    "8b-made": Model("llama-3.1-8b", is_made=True),
-    "30b-made": Model("qwen3-30b-a3b", is_made=True),
+    "8b": Model("llama-3.1-8b", ("0.8", "0.2")),
+    "30b": Model("qwen3-30b-a3b"),
+    "v2-lite": Model("deepseek-v2-lite"),
+    "oss": Model("gpt-oss-20b"),
 }
 
 
@@ -57,46 +58,84 @@ class Part(NamedTuple):
     name: str
     command: list[str]  # arguments of Python; --commit and --json follow
     model: str | None = None  # which of MODELS it needs
+    num_gpus: int = 1
 
 
-def parts(models: Path, num_gpus: int) -> list[Part]:
-    """Return all parts that can be measured with this number of GPUs."""
-    handoff = [str(HERE / "ranks" / "bench_handoff.py"), "--device", "cuda"]
-    found = [
-        Part("handoff", [*handoff, "--rounds", "15"]),
-        Part("handoff-pages-of-16", [*handoff, "--rounds", "9", "--page-size", "16"]),
-    ]
-    if num_gpus > 1:
-        found.append(Part("handoff-two-gpus", [*handoff, "--rounds", "15", "--devices", "0", "1"]))
+def parts(models: Path, num_gpus: int, out: Path = Path()) -> list[Part]:
+    """Return all parts that can be measured with this number of GPUs, those that need the most of them first."""
+    eight = models / MODELS["8b"].architecture
+    found = [*_shapes(eight, out), *_ranks(eight), *_speculation(eight)]
     for size, model in MODELS.items():
-        directory = models / model.name
-        engine = [str(HERE / "bench_gpu.py"), "--model", str(directory)]
-        if model.is_made:
-            engine += ["--load-format", "planted:maker", "--only", "decode", "prefill", "offline"]
-            found += [Part(f"engine-{size}", engine, size)]
-            found += [Part(f"engine-{size}-fp8", [*engine, "--quantization", "fp8"], size)]
-            continue
-        found.append(Part(f"engine-{size}", engine, size))
-        found.append(
-            Part(f"system-{size}", [str(HERE / "serving" / "bench_system.py"), "--model", str(directory)], size)
-        )
-        only = ["--only", "rounds", "adaptive", "--batches", "1", "8", "32", "64", "--num-tokens", "260000"]
-        for share in model.heads:
-            head = [*engine, "--drafter", str(directory / f"eagle3-{share}"), *only]
-            found.append(Part(f"rounds-{size}-{share}", head, size))
-        for share in model.heads[:1]:
-            tree = ["--drafter", str(directory / f"eagle3-{share}"), "--topk", "3", "--steps", "4"]
-            few = ["--only", "rounds", "--batches", "1", "8", "32"]
-            found.append(Part(f"rounds-{size}-{share}-trees", [*engine, *tree, *few], size))
+        formats = ("", "-fp8") if size in ("8b", "30b") else ("",)
+        for name in formats:
+            flags = ["--only", "decode", "prefill", "offline", *(["--quantization", "fp8"] if name else [])]
+            found.append(Part(f"engine-{size}{name}", _engine(models / model.architecture, *flags), size))
+    long = ["--only", "long", "--context-len", "131072", "--num-tokens", "140000"]
+    found.append(Part("long-8b", _engine(eight, *long), "8b"))
+    able = [part for part in found if part.num_gpus <= num_gpus]
+    return sorted(able, key=lambda part: -part.num_gpus)
+
+
+def _engine(model: Path, *flags: str) -> list[str]:
+    return [str(HERE / "bench_gpu.py"), "--model", str(model), "--load-format", "planted:maker", *flags]
+
+
+def _shapes(model: Path, out: Path) -> list[Part]:
+    """Return loads on clusters of several shapes. Each has its own port."""
+    loads = {
+        "never": ["4096", "1024", "idle-64", "idle-1024", "idle-8192", "busy-64"],
+        "auto": ["4096", "1024"],
+        "0p2d": ["4096", "1024"],
+        "dp2": ["ranks-1024"],
+    }
+    loads |= {shape: ["ranks-4096", "ranks-1024"] for shape in ("dp4", "tp2-2d", "2p2d")}
+    found: list[Part] = []
+    for index, (shape, names) in enumerate(loads.items()):
+        command = [str(HERE / "bench_shapes.py"), "--model", str(model), "--port", str(FIRST_PORT + index)]
+        command += ["--out", str(out / f"loads-{shape}"), "--shapes", shape, "--loads", *names]
+        num_gpus = 4 if shape in ("dp4", "tp2-2d", "2p2d") else 2
+        found.append(Part(f"loads-{shape}", command, "8b", num_gpus))
     return found
+
+
+def _ranks(model: Path) -> list[Part]:
+    handoff = [str(HERE / "ranks" / "bench_handoff.py"), "--device", "cuda"]
+    tensor = ["--only", "decode", "prefill", "--batches", "1", "8", "64"]
+    return [
+        Part("handoff", [*handoff, "--rounds", "15"]),
+        Part("handoff-two-gpus", [*handoff, "--rounds", "15", "--devices", "0", "1"], None, 2),
+        Part("engine-8b-tp1", _engine(model, *tensor), "8b"),
+        Part("engine-8b-tp2", _engine(model, *tensor, "--tp", "2"), "8b", 2),
+        Part("engine-8b-tp4", _engine(model, *tensor, "--tp", "4"), "8b", 4),
+    ]
+
+
+def _speculation(model: Path) -> list[Part]:
+    system = [str(HERE / "serving" / "bench_system.py"), "--model", str(model), "--load-format", "planted:maker"]
+    system += ["--prompt-len", "512", "--tokens", "384", "--kinds", "greedy", "top_p", "--no-engine"]
+    heads = {share: str(model / f"eagle3-{share}") for share in MODELS["8b"].heads}
+    drafts = ["--speculative", "eagle3", "--draft-model", heads["0.8"]]
+    adaptive = ["--only", "adaptive", "--kinds", "greedy", "top_p", "--batches", "1", "16", "64"]
+    grammar = [str(HERE / "engine_times" / "bench_grammar.py"), "--model", str(model), "--streams", "32"]
+    grammar += ["--load-format", "planted:maker", "--draft-model", heads["0.8"]]
+    sampling = ["--only", "sampling", "--batches", "64"]
+    return [
+        Part("system-8b", system, "8b"),
+        Part("system-8b-eagle3", [*system, *drafts], "8b"),
+        *(
+            Part(f"adaptive-8b-{share}", _engine(model, "--drafter", head, *adaptive, "--num-tokens", "262144"), "8b")
+            for share, head in heads.items()
+        ),
+        Part("sampling-8b", _engine(model, *sampling), "8b"),
+        Part("sampling-8b-eagle3", _engine(model, "--drafter", heads["0.8"], *sampling), "8b"),
+        Part("grammars-8b", grammar, "8b"),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement. Returns the exit status."""
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    names = [part.name for part in parts(Path(), num_gpus)]
+    gpus = visible_gpus()
+    names = [part.name for part in parts(Path(), len(gpus))]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, metavar="DIR", help="of checkpoints, made where absent")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of figures, logs and tables")
@@ -104,32 +143,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure also what has been measured")
     parser.add_argument("--commit", help="of this tree, for the reports (default: what git says)")
     options = parser.parse_args(arguments)
-    chosen = [part for part in parts(options.models, num_gpus) if part.name in (options.only or names)]
-    failed = measure(chosen, options.models, options.out, again=options.again, commit=options.commit)
+    chosen = [part for part in parts(options.models, len(gpus), options.out) if part.name in (options.only or names)]
+    failed = measure(chosen, options.models, options.out, gpus, again=options.again, commit=options.commit)
     for name in failed:
         print(f"failed: {name}, see {options.out / name}.log")
     return 1 if failed else 0
 
 
 def measure(
-    chosen: Sequence[Part], models: Path, out: Path, *, again: bool = False, commit: str | None = None
+    chosen: Sequence[Part],
+    models: Path,
+    out: Path,
+    gpus: Sequence[str] = ("0",),
+    *,
+    again: bool = False,
+    commit: str | None = None,
 ) -> list[str]:
-    """Run the chosen parts. Returns the names of those that failed."""
+    """Run the chosen parts in their order, each as soon as enough GPUs are free. Returns the names of those that
+    failed."""
     out.mkdir(parents=True, exist_ok=True)
-    failed: list[str] = []
-    for part in chosen:
-        if (out / f"{part.name}.json").exists() and not again:
-            print(f"{part.name}: measured before")
-        else:
-            started = time.monotonic()
-            problem = _run(part, models, out, commit)
-            print(f"{part.name}: {problem or 'done'}, {time.monotonic() - started:.0f} s", flush=True)
-            failed += [part.name] if problem else []
-        write_figures(out)
-    return failed
+    free, changed = list(gpus), threading.Condition()
+    problems: dict[str, str | None] = {}
+
+    def run(part: Part, taken: list[str]) -> None:
+        started = time.monotonic()
+        try:
+            problems[part.name] = _run(part, out, taken, commit)
+        finally:
+            with changed:
+                print(
+                    f"{part.name}: {problems.get(part.name) or 'done'}, {time.monotonic() - started:.0f} s", flush=True
+                )
+                free.extend(taken)
+                write_figures(out)
+                changed.notify()
+
+    with ThreadPoolExecutor(len(gpus)) as threads:
+        for part in chosen:
+            if (out / f"{part.name}.json").exists() and not again:
+                print(f"{part.name}: measured before")
+                continue
+            if part.model is not None and not _make_model(part.model, models, out / f"{part.name}.log"):
+                problems[part.name] = "its model could not be made"
+                continue
+            with changed:
+                changed.wait_for(lambda needed=part.num_gpus: len(free) >= needed)
+                taken = [free.pop(0) for _ in range(part.num_gpus)]
+            threads.submit(run, part, taken)
+    write_figures(out)
+    return [name for name, problem in problems.items() if problem]
 
 
-def _run(part: Part, models: Path, out: Path, commit: str | None) -> str | None:
+def _run(part: Part, out: Path, gpus: Sequence[str], commit: str | None) -> str | None:
     """Run one part. Returns what went wrong, or None.
 
     The JSON file gets its final name only if the part succeeds, so a file with that name is complete and checked.
@@ -138,12 +203,12 @@ def _run(part: Part, models: Path, out: Path, commit: str | None) -> str | None:
     for old in (path, unchecked):
         old.unlink(missing_ok=True)
     commits = ["--commit", commit] if commit else []
+    path_of_modules = os.pathsep.join([shared_paths.MADE_MODELS, os.environ.get("PYTHONPATH", "")])
     with (out / f"{part.name}.log").open("w") as log:
-        if part.model is not None and not _make_model(part.model, models, log):
-            return "its model could not be made"
         status = subprocess.run(
             [sys.executable, *part.command, *commits, "--json", str(unchecked)],
             stdout=log, stderr=subprocess.STDOUT, check=False,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONPATH": path_of_modules},
         ).returncode  # fmt: skip
     if status != 0:
         return f"exit status {status}"
@@ -154,19 +219,19 @@ def _run(part: Part, models: Path, out: Path, commit: str | None) -> str | None:
     return None
 
 
-def _make_model(size: str, models: Path, log: Any) -> bool:
-    """Make a planted checkpoint and its heads if they are missing. The directory gets its name when it is complete."""
+def _make_model(size: str, models: Path, log: Path) -> bool:
+    """Make a planted model and its heads if they are missing. The directory gets its name when it is complete."""
     model = MODELS[size]
-    directory = models / model.name
+    directory = models / model.architecture
     if directory.exists():
         return True
     partial = directory.with_name(f"{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    flags = ["--planted", *(["--config-only"] if model.is_made else [])]
-    flags += ["--acceptance", *model.heads] if model.heads else []
+    flags = ["--planted", "--config-only", *(["--acceptance", *model.heads] if model.heads else [])]
     command = [sys.executable, str(HERE / "synthetic.py"), model.architecture, str(partial), *flags]
-    if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode != 0:
-        return False
+    with log.open("w") as out:
+        if subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode != 0:
+            return False
     partial.rename(directory)
     return True
 

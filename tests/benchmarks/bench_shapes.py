@@ -93,7 +93,7 @@ def rows_of(out: Path, measured: Sequence[tuple[str, str]]) -> Iterator[dict[str
     for shape, load in measured:
         path = out / f"{shape}-{load}.json"
         for row in json.loads(path.read_text()) if path.exists() else ():
-            yield {"shape": shape, "load": load} | row_of(row)
+            yield {"shape": shape, "load": load} | row_of(row) | {"checked_tokens": row["checked_tokens"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}:\n" + "\n".join(lines or [found.stderr[-1000:]]), flush=True)
                 failed += [name] if found.returncode else []
     measured = [(shape, load) for shape in options.shapes for load in options.loads]
-    report(options, options.figure, rows_of(options.out, measured), unit="ms")
+    rows = list(rows_of(options.out, measured))
+    about = {"checked_tokens": sum(row.pop("checked_tokens") for row in rows)}
+    report(options, options.figure, rows, unit="ms", about=about)
     print(f"failed: {', '.join(failed)}" if failed else "every answer was right")
     return 1 if failed else 0
 

@@ -31,12 +31,14 @@ class Bench:
     def __init__(self, script: ModuleType, tmp: Path) -> None:
         self.script, self.tmp, self.out = script, tmp, tmp / "out"
 
-    def part(self, name: str, report: dict[str, Any], then: str = "", model: str | None = None) -> Any:
+    def part(
+        self, name: str, report: dict[str, Any], then: str = "", model: str | None = None, num_gpus: int = 1
+    ) -> Any:
         """Make a part that writes its report, then does what `then` says, and records that it ran."""
         code = "import sys; path = sys.argv[sys.argv.index('--json') + 1]; "
         code += f"open({str(self.tmp / name)!r}, 'a').write('.'); "
         code += f"open(path, 'w').write({json.dumps(report)!r}); {then}"
-        return self.script.Part(name, ["-I", "-S", "-c", code], model)
+        return self.script.Part(name, ["-I", "-S", "-c", code], model, num_gpus)
 
     def run(self, *parts: Any, again: bool = False, **more: Any) -> list[str]:
         return self.script.measure(parts, self.tmp / "models", self.out, again=again, **more)
@@ -111,20 +113,43 @@ def test_missing_models_are_written_and_complete_ones_are_kept(
     assert bench.run(*parts) == ["one"], "it could not be made the first time"
     assert bench.times("one") == 0 and bench.times("two") == 1
     assert bench.run(*parts) == [] and len(made) == 2
-    assert made[0][:1] + made[0][2:] == ["llama-3.1-8b", "--planted", "--acceptance", "0.8", "0.6", "0.2"]
+    assert made[0][:1] + made[0][2:] == ["llama-3.1-8b", "--planted", "--config-only", "--acceptance", "0.8", "0.2"]
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["llama-3.1-8b"]
 
 
+def test_parts_run_at_the_same_time_on_their_own_gpus(bench: Bench) -> None:
+    """Each waits until the other has begun, so it would fail if they ran one after the other."""
+    meet = (
+        "import os, pathlib, time; own, other = {!r}, {!r}; pathlib.Path(own).write_text(os.environ['"
+        "CUDA_VISIBLE_DEVICES']); end = time.monotonic() + 60\n"
+        "while not pathlib.Path(other).exists():\n"
+        "    assert time.monotonic() < end; time.sleep(0.01)"
+    )
+    marks = [str(bench.tmp / name) for name in ("mark1", "mark2")]
+    parts = [bench.part("one", REPORT, meet.format(*marks)), bench.part("two", REPORT, meet.format(*marks[::-1]))]
+    both = bench.part(
+        "both",
+        REPORT,
+        f"import os; open({str(bench.tmp / 'all')!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])",
+        None,
+        2,
+    )
+    assert bench.run(both, *parts, gpus=["4", "7"]) == []
+    assert (bench.tmp / "all").read_text() == "4,7"
+    assert sorted(Path(mark).read_text() for mark in marks) == ["4", "7"]
+
+
 def test_every_part_is_a_program_of_ours(script: ModuleType) -> None:
-    one, two = script.parts(Path("m"), 1), script.parts(Path("m"), 2)
-    assert len({part.name for part in two}) == len(two)
-    assert [part.name for part in two if part not in one] == ["handoff-two-gpus"]
-    for part in two:
+    one, two, four = (script.parts(Path("m"), num_gpus) for num_gpus in (1, 2, 4))
+    names = [{part.name for part in each} for each in (one, two, four)]
+    assert len(names[2]) == len(four) and names[0] < names[1] < names[2]
+    assert [part.num_gpus for part in four] == sorted((part.num_gpus for part in four), reverse=True)
+    for part in four:
         program = part.command[0]
         assert Path(program).is_file()
         assert (part.model is None) == program.endswith("bench_handoff.py")
     heads = [part.command[part.command.index("--drafter") + 1] for part in one if "--drafter" in part.command]
-    assert heads == [f"m/llama-3.1-8b/eagle3-{share}" for share in ("0.8", "0.6", "0.2", "0.8")]
+    assert heads == [f"m/llama-3.1-8b/eagle3-{share}" for share in ("0.8", "0.2", "0.8")]
 
 
 @pytest.mark.parametrize("ends", ["", "sys.exit(1)"])
@@ -132,7 +157,8 @@ def test_the_exit_status_is_1_if_a_part_failed(
     ends: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [bench.part("one", REPORT, ends), bench.part("two", REPORT)]
-    monkeypatch.setattr(bench.script, "parts", lambda models, num_gpus: found)
+    monkeypatch.setattr(bench.script, "parts", lambda *_: found)
+    monkeypatch.setattr(bench.script, "visible_gpus", lambda: ["0"])
     arguments = ["--models", str(bench.tmp), "--out", str(bench.out), "--only", "one"]
     assert bench.script.main(arguments) == (1 if ends else 0)
     assert ("failed: one" in capsys.readouterr().out) == bool(ends)
