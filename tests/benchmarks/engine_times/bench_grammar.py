@@ -122,7 +122,8 @@ def write_words(path: Path, vocab_size: int) -> int:
 def measure(engine: Engine, executor: DeviceExecutor, streams: int, shape: DraftShape, num_rounds: int) -> Point:
     """Time rounds of `streams` sequences, free and bound in turn."""
     stats = NotedStats(executor.shape.num_steps)
-    rounds = Rounds(executor, stats)
+    rounds = Rounds(executor)
+    rounds.stats = stats
     times: list[tuple[SamplingParams, list[float]]] = [(FREE, []), (BOUND, [])]
     num_checked = 0
     for turn in range(3):
