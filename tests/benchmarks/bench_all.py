@@ -29,11 +29,13 @@ from typing import Any, NamedTuple
 import shared_paths
 from gpu_figures import write_gpu_figures
 from harness import tables
+from release_tables import write_release_tables
 
 from baton.engine.gpus import visible_gpus
 
 HERE = Path(__file__).parent
 FIRST_PORT = 8100  # of the routers of parts
+FP8 = ("8b", "30b")  # models that are measured with weights in FP8, too
 
 
 class Model(NamedTuple):
@@ -52,6 +54,9 @@ MODELS = {
 }
 
 
+ENGINES = [f"engine-{size}{suffix}" for size in MODELS for suffix in (("", "-fp8") if size in FP8 else ("",))]
+
+
 class Part(NamedTuple):
     """A part of the measurement."""
 
@@ -65,11 +70,10 @@ def parts(models: Path, num_gpus: int, out: Path = Path()) -> list[Part]:
     """Return all parts that can be measured with this number of GPUs, those that need the most of them first."""
     eight = models / MODELS["8b"].architecture
     found = [*_shapes(eight, out), *_ranks(eight), *_speculation(eight)]
-    for size, model in MODELS.items():
-        formats = ("", "-fp8") if size in ("8b", "30b") else ("",)
-        for name in formats:
-            flags = ["--only", "decode", "prefill", "offline", *(["--quantization", "fp8"] if name else [])]
-            found.append(Part(f"engine-{size}{name}", _engine(models / model.architecture, *flags), size))
+    for name in ENGINES:
+        size = name.removeprefix("engine-").removesuffix("-fp8")
+        flags = ["--only", "decode", "prefill", "offline", *(["--quantization", "fp8"] if name.endswith("fp8") else [])]
+        found.append(Part(name, _engine(models / MODELS[size].architecture, *flags), size))
     long = ["--only", "long", "--context-len", "131072", "--num-tokens", "140000"]
     found.append(Part("long-8b", _engine(eight, *long), "8b"))
     able = [part for part in found if part.num_gpus <= num_gpus]
@@ -112,7 +116,7 @@ def _ranks(model: Path) -> list[Part]:
 
 def _speculation(model: Path) -> list[Part]:
     system = [str(HERE / "serving" / "bench_system.py"), "--model", str(model), "--load-format", "planted:maker"]
-    system += ["--prompt-len", "512", "--tokens", "384", "--kinds", "greedy", "top_p", "--no-engine"]
+    system += ["--prompt-len", "512", "--tokens", "768", "--kinds", "greedy", "top_p", "--no-engine"]
     heads = {share: str(model / f"eagle3-{share}") for share in MODELS["8b"].heads}
     drafts = ["--speculative", "eagle3", "--draft-model", heads["0.8"]]
     adaptive = ["--only", "adaptive", "--kinds", "greedy", "top_p", "--batches", "1", "16", "64"]
@@ -248,7 +252,11 @@ def write_figures(out: Path) -> None:
     (out / "figures.json").write_text(json.dumps(about | {"parts": reports}, indent=1) + "\n")
     head = "\n".join(f"{name}: {value}" for name, value in about.items())
     (out / "figures.md").write_text(f"{head}\n\n{tables(reports)}\n")
-    write_gpu_figures(out / "figures", list(reports.values()), f"python tests/benchmarks/bench_all.py --out {out}")
+    command = "python tests/benchmarks/bench_all.py --models models --out figures"
+    engines = [reports[name] for name in ENGINES if name in reports]
+    if len({report["commit"] for report in engines}) == 1:
+        write_gpu_figures(out / "figures", engines, f"{command} --only {' '.join(ENGINES)}")
+    write_release_tables(out / "figures", reports, command)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,13 @@ _PREFILL = {
     (32, 4096): {(1, 1024): 36_700, (1, 8192): 38_300, (16, 2048): 42_900},
 }
 _OFFLINE = {(16, 2048): 30_200, (32, 4096): 6_240}
+_NAMES = {
+    "llama-3.2-1b": "Llama-3.2-1B",
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite",
+    "gpt-oss-20b": "gpt-oss-20b, weights in MXFP4",
+}
 _BATCHES, _PROMPTS = (1, 8, 64, 256), ((1, 1024), (1, 8192), (16, 2048))
 _OUTPUT = "256 requests of 1,024 + 256, output"
 
@@ -50,7 +57,11 @@ def _rounded(cell: Any) -> Any:
 def name_of(report: Report) -> str:
     """Return the model's name, with the formats of its weights and of its pages."""
     formats = [f"{what} in FP8" for what in ("weights", "KV") if report.get(f"{what}_format") == "fp8"]
-    return ", ".join([report["model"], *formats])
+    return ", ".join([_shown(report), *formats])
+
+
+def _shown(report: Report) -> str:
+    return _NAMES.get(report["model"], report["model"])
 
 
 def _decode_rows(reports: Sequence[Report]) -> Iterator[list[Any]]:
@@ -59,7 +70,7 @@ def _decode_rows(reports: Sequence[Report]) -> Iterator[list[Any]]:
         times = [steps[batch]["step_ms"] if batch in steps else None for batch in _BATCHES]
         yield [name_of(report), *times, *(steps[batch]["x_floor"] if batch in steps else None for batch in _BATCHES)]
         if peer := _peer(_DECODE_MS, report):
-            yield [f"best peer of {report['model']}", *peer.values(), *[None] * len(peer)]
+            yield [f"best peer of {_shown(report)}", *peer.values(), *[None] * len(peer)]
 
 
 def _prompt_rows(reports: Sequence[Report]) -> Iterator[list[Any]]:
@@ -68,7 +79,7 @@ def _prompt_rows(reports: Sequence[Report]) -> Iterator[list[Any]]:
         output = next((row["output_tokens_per_s"] for row in report.get("offline", ())), None)
         yield [name_of(report), *(rates.get(size) for size in _PROMPTS), output]
         if peer := _peer(_PREFILL, report):
-            yield [f"best peer of {report['model']}", *peer.values(), _peer(_OFFLINE, report)]
+            yield [f"best peer of {_shown(report)}", *peer.values(), _peer(_OFFLINE, report)]
 
 
 def _peer(figures: Mapping[tuple[int, int], Any], report: Report) -> Any:
