@@ -27,6 +27,7 @@ from aiohttp import web
 from ....metadata.errors import BatonError, Overloaded
 from ...errors import outcome_of
 from ...nodes.node import NodeGroup
+from ...reasoning_parsers.registry import find_parser
 from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
 from ...waiting.admission import Asked
@@ -34,7 +35,7 @@ from ..server.access import CALLER, Caller, session_id
 from ..server.api import ARRIVED, Api, json_response, request_id
 from .answers import AnswerFormat, StreamedAnswer, WholeAnswer
 from .grammars import asked_grammar, chat_grammar
-from .output import OutputReading, reasoning_parser
+from .output import OutputReading
 from .parameters import asked_tokens, check_chat, request_seed, sampling_params, text_options, timeout_s
 from .tools import tool_use
 from .types import CancelledRequest, ChatRequest, CommonRequest
@@ -60,7 +61,7 @@ async def serve_chat(
         prompt = await api.side_work.chat_prompt(body, group, tokenizer, None if use is None else use.for_template)
         reasoning = None
         if not body.continue_final_message:
-            reasoning = reasoning_parser(group.template, api.config.reasoning_parser)
+            reasoning = find_parser(group.card.chat_template, api.config.reasoning_parser)
         reading, grammar = None, None
         if use is not None or reasoning is not None:
             reading = OutputReading(prompt.text, tokenizer, use, reasoning, api.config.reasoning_field)
