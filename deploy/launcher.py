@@ -1,6 +1,6 @@
 """`baton up`: a router and nodes on this host, as child processes.
 
-The launcher checks the model and the port, starts all processes, and shows their progress until a first request has
+The launcher checks devices, model and port, starts all processes, and shows their progress until a first request has
 succeeded. It then prints the URL and watches: it restarts a process that ends (restarts.py decides when, and when to
 give up), and shows what the router reports (monitor.py). On a signal it stops the router first, then the
 nodes, and kills the processes that do not stop.
@@ -33,6 +33,7 @@ _LAST_LINE_LEN = 300
 
 def run(plan: Plan) -> int:
     """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
+    plan.check_devices()
     plan = plan.fetched(say)
     plan.check_models()
     plan = plan.settled().watched()
