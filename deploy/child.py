@@ -47,6 +47,7 @@ class Child:
     def start(self) -> None:
         """Start the process in its own process group. Its output goes to the log, after that of earlier starts."""
         environ = {**os.environ, **self._command.environ, _PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        environ.pop("NOTIFY_SOCKET", None)  # the service manager listens to the launcher
         self.num_starts += 1
         if self._process is None:
             self.log_path.write_bytes(b"")

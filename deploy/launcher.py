@@ -1,6 +1,6 @@
 """`baton up`: a router and nodes on this host, as child processes.
 
-The launcher checks the model and the port, starts all processes, and shows their progress until a first request has
+The launcher checks devices, model and port, starts all processes, and shows their progress until a first request has
 succeeded. It then prints the URL and watches: it restarts a process that ends (restarts.py decides when, and when to
 give up), and shows what the router reports (monitor.py). On a signal it stops the router first, then the
 nodes, and kills the processes that do not stop.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..engine.checkpoint.model_check import resolve_model
 from ..metadata.errors import BatonError, ConfigError, Unavailable
+from ..metadata.service_manager import notify
 from ..router.config import RouterConfig
 from ..router.http.page.types import Snapshot
 from .child import Child
@@ -33,6 +34,7 @@ _LAST_LINE_LEN = 300
 
 def run(plan: Plan) -> int:
     """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
+    plan.check_devices()
     plan = plan.fetched(say)
     plan.check_models()
     plan = plan.settled().watched()
@@ -100,6 +102,7 @@ class Launcher:
             self._key_file = file = make_key_file(self._run_dir, key)
             url, model = self._client.url, self._client.model_names()[0]
             print(ready_text(url, model, self._run_dir, asks_key=key is not None, key_file=file), flush=True)
+            notify("ready", f"serves {url}")
             monitor = self._watch()
             exit_status = self._stop()
             say(monitor.summary(sum(child.num_starts - 1 for child in self._children), self._run_dir))
@@ -141,6 +144,7 @@ class Launcher:
                 if now >= next_look:
                     self._look(now, status.tell)
                     next_look = now + LOOK_EVERY_S
+                    notify("starting")
                 for child in self._children:
                     progress.take(child.name, child.new_lines())
                 self._tend(now, status.tell)
@@ -160,6 +164,7 @@ class Launcher:
             while not self._signals.stops:
                 now = time.monotonic()
                 self._tend(now, status.tell)
+                notify("alive")
                 if now >= next_look:
                     monitor.take(self._look(now, status.tell), now)
                     next_look = now + LOOK_EVERY_S
@@ -206,10 +211,12 @@ class Launcher:
         say("stopping (press Ctrl-C again to stop at once)")
         self._signals.stops = 0
         router, nodes = self._children[:1], self._children[1:]
+        limit_s = self._plan.up.stop_timeout_s + 1.0
+        notify("stopping", limit_s=2 * limit_s)
         for group in (router, nodes):
             for child in group:
                 child.terminate()
-            deadline = time.monotonic() + self._plan.up.stop_timeout_s + 1.0
+            deadline = time.monotonic() + limit_s
             while any(child.is_running for child in group) and time.monotonic() < deadline:
                 if self._signals.stops:
                     return 1

@@ -19,7 +19,7 @@ from ..engine.checkpoint.model_check import check_memory, check_model, fetched, 
 from ..engine.config import MEMORY_SHARE, EngineConfig
 from ..engine.drafters.algorithm import find_drafter, settle
 from ..engine.drafters.registry import describe
-from ..engine.gpus import visible_gpus
+from ..engine.gpus import lacks_cuda, visible_gpus
 from ..metadata.bus.allow_list import ROUTER, add_line, line_of
 from ..metadata.bus.curve import KeyPair
 from ..metadata.config import ProcessConfig, at_least, setting
@@ -87,6 +87,11 @@ class Plan:
     prefill: PrefillConfig
     decode: DecodeConfig
     keys_dir: Path | None = None  # holds NAME.key for each process and the allow-list
+
+    def check_devices(self) -> None:
+        """Raise ConfigError if a node is to run on a GPU and this host has none."""
+        if any(config.device == "cuda" for config in self._nodes) and lacks_cuda():
+            raise ConfigError("--device cuda: torch sees no CUDA device on this host; use --device cpu or auto")
 
     def fetched(self, say: Callable[[str], None]) -> Plan:
         """Return this plan with directories in place of names of the Hugging Face hub, after downloading the models.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import msgspec
 from ..metadata.errors import Unavailable
 
 _LIMIT_S = 15.0
+_TORCH_LIMIT_S = 60.0  # loading torch takes seconds, more on a slow disk
+_ASK_TORCH = "import torch; print(torch.cuda.is_available())"
 _MIB = 1 << 20
 
 
@@ -60,6 +63,17 @@ def visible_gpus() -> list[str]:
     if visible is not None:
         return [gpu for gpu in visible.split(",") if gpu]
     return [str(index) for index, _ in enumerate(device_files())]
+
+
+def lacks_cuda() -> bool:
+    """Return whether torch would find no GPU for `--device cuda`. If no device files tell of one, torch is asked, in a
+    process of its own: not every driver has files of these names. If torch does not answer, the nodes will tell."""
+    if device_files() and visible_gpus():
+        return False
+    try:
+        return LimitedRun([sys.executable, "-P", "-c", _ASK_TORCH], _TORCH_LIMIT_S).output().strip() == b"False"
+    except (OSError, Unavailable):
+        return False
 
 
 def read_memory(gpus: str | None = None) -> tuple[UsedMemory, ...]:

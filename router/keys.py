@@ -62,6 +62,9 @@ def read_keys(path: str | Path) -> list[ApiKey]:
 class KeysFile:
     """The keys in a file, as last read. If the file becomes unusable, the keys read before stay in force.
 
+    A changed file whose last line has no newline may still be being written. Its keys count from the next look on, if
+    it is the same then.
+
     Raises ConfigError if the file cannot be used at first.
     """
 
@@ -69,20 +72,20 @@ class KeysFile:
         self._path = Path(path)
         self.complaint = ""  # why the file is not used as it is now
         self._seen: _Seen | None = None  # the contents last read; None: the file was away
-        self._used: _Seen | None = None  # the contents whose keys are in force
+        self._unended: _Seen | None = None  # the contents last read, if they may still be being written
         try:
-            self.keys = self._read()
+            self.keys = self._read(at_once=True) or []
         except OSError as error:
             raise ConfigError(self._unreadable(error)) from None
 
     def look(self, *, force: bool = False) -> bool:
-        """Read the file again if it has changed, or in any case with `force`. Return whether its keys were read."""
+        """Read the file again if it has changed, or in any case with `force`. Return whether its keys were taken."""
         if force:
             self.complaint = ""  # a mistake that is still there is logged again
         try:
-            if _identity(self._path.stat()) == self._seen and not force:
+            if _identity(self._path.stat()) == self._seen != self._unended and not force:
                 return False
-            self.keys = self._read()
+            keys = self._read(at_once=force)
         except OSError as error:
             self._seen = None
             self.complain(self._unreadable(error))
@@ -90,7 +93,9 @@ class KeysFile:
         except ConfigError as error:
             self.complain(str(error))
             return False
-        self.complaint = ""
+        if keys is None:
+            return False
+        self.keys, self.complaint = keys, ""
         logger.info("api_keys %s: read again, %d keys", self._path, len(self.keys))
         return True
 
@@ -100,10 +105,12 @@ class KeysFile:
             self.complaint = words
             logger.error("%s; the keys read before stay in force", words)
 
-    def _read(self) -> list[ApiKey]:
-        """Return the keys in the file. Raises OSError, and ConfigError for a mistake, which is read only once."""
+    def _read(self, *, at_once: bool) -> list[ApiKey] | None:
+        """Return the keys in the file; None, unless `at_once`, if it may still be being written. Raises OSError, and
+        ConfigError for a mistake, which is read only once."""
         with self._path.open("rb") as file:
             self._seen, data = _identity(os.fstat(file.fileno())), file.read(MAX_BYTES + 1)
+        unended, self._unended = self._unended, None
         if len(data) > MAX_BYTES:
             raise ConfigError(f"api_keys {self._path}: is longer than {MAX_BYTES} bytes")
         try:
@@ -111,11 +118,10 @@ class KeysFile:
         except UnicodeDecodeError as error:
             where = f"at byte {error.start}"
             raise ConfigError(f"api_keys {self._path}: cannot be read: it is not UTF-8 text {where}") from None
-        if self._used not in (None, self._seen) and text and not text.endswith("\n"):
-            raise ConfigError(f"api_keys: the last line of {self._path} has no newline: is it still being written?")
-        keys = parse_keys(self._path, text)
-        self._used = self._seen
-        return keys
+        if text and not text.endswith("\n") and not at_once and self._seen != unended:
+            self._unended = self._seen
+            return None
+        return parse_keys(self._path, text)
 
     def _unreadable(self, error: OSError) -> str:
         return f"api_keys {self._path}: cannot be read: {error.strerror}"

@@ -272,7 +272,22 @@ def _router(facts: Facts) -> Iterator[Finding]:
         yield Finding("error", f"{each.address} cannot be reached: {each.failure}", mend)
         return
     mtu = f", by an MTU of {each.path_mtu:,}" if each.path_mtu else ""
-    yield Finding("ok", f"{each.address} answers{mtu}; no key was tried, and its log calls this a refused peer")
+    key = "a node without a key" if facts.keys is None else f"the key of {facts.keys.what}"
+    match each.key:
+        case "taken":
+            yield Finding("ok", f"{each.address} answers{mtu}, and takes {key}")
+        case "untried":
+            yield Finding("ok", f"{each.address} answers{mtu}; no key was tried: give --keys as nodes here have it")
+        case "refused":
+            mend = (
+                "Give --keys as nodes here have it, and --allow-list if there is one."
+                if facts.keys is None
+                else "Compare the key files, or the lists: the router's must name this key, the one here the router's."
+            )
+            yield Finding("error", f"{each.address} answers, but it does not take {key}", mend)
+        case "unanswered":
+            mend = "A network that is slow or loses frames would explain it, or a router that is stuck: see its log."
+            yield Finding("warning", f"{each.address} answers, but not to {key} within some seconds", mend)
 
 
 def _dotted(version: tuple[int, int]) -> str:

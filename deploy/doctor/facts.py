@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,14 +31,12 @@ from ...router.keys import read_keys
 from ..plan import LOOPBACK, check_port, kernel_folders
 from .config import DoctorConfig
 from .gpu_facts import GpuFacts, read_gpus
+from .reach import Reached, reach
 
 _DISTRIBUTION = "baton-serve"
 _EXTRAS_OF_DEVELOPERS = frozenset({"browser", "test"})
 _REQUIREMENT = re.compile(r"""([\w.-]+)(?:\[.*?\])?(?:>=([\d.]+))?[^;]*(?:;.*extra == ["']([\w-]+)["'])?""")
-_CONNECT_S = 3.0
 _BATON = ("baton", "baton.deploy.cli")  # a word of every command line of Baton, without directories
-_IP_MTU = 14  # linux/in.h; the socket module does not name it
-_SIGNATURE = b"\xff"  # first byte that a ZeroMQ socket sends
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 
 
@@ -87,14 +84,6 @@ class Cache(NamedTuple):
     path: str
     is_writable: bool
     free_bytes: int
-
-
-class Reached(NamedTuple):
-    """The router's port for nodes, as this host reaches it. `failure` is empty if a ZeroMQ socket answered."""
-
-    address: str
-    failure: str = ""
-    path_mtu: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +134,7 @@ def read_facts(config: DoctorConfig) -> Facts:
         model=_model(config.model),
         caches=tuple(_caches(os.environ)),
         proxies=proxies_of_loopback(os.environ),
-        router=_reach(config.router),
+        router=None if config.router is None else reach(config.router, config.keys, config.allow_list),
     )
 
 
@@ -292,20 +281,3 @@ def proxies_of_loopback(environ: Mapping[str, str]) -> dict[str, str]:
 def _public(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}" if parts.hostname else "..."
-
-
-def _reach(router: str | None) -> Reached | None:
-    """Connect to the router's port for nodes, and read the first byte that a ZeroMQ socket sends."""
-    if router is None:
-        return None
-    address = parse_address(router)
-    assert address.port is not None, router
-    try:
-        with socket.create_connection((address.host, address.port), timeout=_CONNECT_S) as link:
-            mtu = link.getsockopt(socket.IPPROTO_IP, _IP_MTU) if link.family == socket.AF_INET else None
-            first = b""
-            with suppress(OSError):
-                first = link.recv(1)
-    except OSError as error:
-        return Reached(router, error.strerror or str(error) or type(error).__name__)
-    return Reached(router, "" if first == _SIGNATURE else "what listens there does not greet as a router's does", mtu)

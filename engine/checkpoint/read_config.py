@@ -14,7 +14,7 @@ from .config_file import TEXT, ConfigFile, Fields
 from .known_fields import refuse_unknown_fields
 from .model_config import ROPE_TYPES, CheckpointDtype, ModelConfig, RopeConfig, RopeType, yarn_attention_factor
 from .model_files import all_stored_tensors
-from .read_quantization import read_quantization
+from .quantization import read_quantization
 
 _FLOATS: dict[str, CheckpointDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # first: without files
 _WITH_MROPE = ("qwen2_vl_text", "qwen2_5_vl_text")  # images have positions of their own; those of text are plain

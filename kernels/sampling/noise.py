@@ -93,14 +93,14 @@ def check_scores(scores: Tensor, seeds: Tensor, positions: Tensor, token_ids: Te
     assert scores.ndim == 2 and scores.dtype is torch.float32 and scores.is_contiguous(), (scores.shape, scores.dtype)
     assert seeds.dtype == positions.dtype == torch.int64, (seeds.dtype, positions.dtype)
     assert seeds.shape == positions.shape == scores.shape[:1], (seeds.shape, positions.shape, scores.shape)
-    check_token_ids(scores, token_ids)
-
-
-def check_token_ids(scores: Tensor, token_ids: Tensor | None) -> None:
-    """Assert that ``token_ids`` are None, or one for each column of ``scores``."""
     if token_ids is not None:
-        assert token_ids.shape == scores.shape[1:] and token_ids.dtype is torch.int32, (token_ids, scores.shape)
-        assert token_ids.is_contiguous(), token_ids.stride()
+        check_token_ids(scores, token_ids)
+
+
+def check_token_ids(scores: Tensor, token_ids: Tensor) -> None:
+    """Assert that ``token_ids`` has one id for each column of ``scores``."""
+    assert token_ids.shape == scores.shape[1:] and token_ids.dtype is torch.int32, (token_ids, scores.shape)
+    assert token_ids.is_contiguous(), token_ids.stride()
 
 
 def gumbel_noise_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:

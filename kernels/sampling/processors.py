@@ -103,7 +103,8 @@ def process_logits_ref(
             None: all, in every row.
     """
     assert logits.ndim == 2 and len(logits) == len(history.places), (logits.shape, history.places.shape)
-    check_token_ids(logits, logit_ids)
+    if logit_ids is not None:
+        check_token_ids(logits, logit_ids)
     scores, (prompt_mask, counts, bias, stops) = logits.to(torch.float32, copy=True), history.rows(logit_ids)
     if bias is not None:
         scores += bias

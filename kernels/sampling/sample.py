@@ -47,7 +47,8 @@ def perturbed_argmax_ref(logits: Tensor, draws: Draws | None = None, logit_ids: 
         draws: None: all rows are greedy.
         logit_ids: see above.
     """
-    check_token_ids(logits, logit_ids)
+    if logit_ids is not None:
+        check_token_ids(logits, logit_ids)
     if draws is None:
         index = logits.argmax(-1)  # promises the first of equals
         found = logits.gather(1, index.unsqueeze(1)).squeeze(1)  # argmax finds a NaN first
@@ -64,7 +65,8 @@ def perturbed_topk_ref(
 
     Arguments are as for `perturbed_argmax_ref`; `k` is at most the number of logits. If filters leave fewer ids, the
     others are any that have a logit, with -inf."""
-    check_token_ids(logits, logit_ids)
+    if logit_ids is not None:
+        check_token_ids(logits, logit_ids)
     scores = logits.float() if draws is None else perturbed_scores(logits, draws, logit_ids)
     best, index = scores.topk(k)
     return _ids_at(index, logit_ids), best - scores.logsumexp(1, keepdim=True)

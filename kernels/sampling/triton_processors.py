@@ -37,9 +37,9 @@ def process_logits(
     """Return `process_logits_ref`."""
     num_rows, num_logits = logits.shape
     assert logits.stride(1) == 1 and history.places.shape == (num_rows,), (logits.stride(), history.places.shape)
-    check_token_ids(logits, logit_ids)
     vocab_size = num_logits
     if logit_ids is not None:
+        check_token_ids(logits, logit_ids)
         vocab_size = next((each.shape[1] for each in history.columns if each is not None), num_logits)
     for column, dtype in zip(history.columns, _DTYPES, strict=True):
         if column is not None:

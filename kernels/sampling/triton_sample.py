@@ -125,7 +125,8 @@ def perturbed_topk(
 def _check(logits: Tensor, draws: Draws | None, logit_ids: Tensor | None) -> None:
     assert logits.ndim == 2 and logits.shape[1] > 0 and logits.stride(1) == 1, (logits.shape, logits.stride())
     assert logits.dtype in (torch.float32, torch.bfloat16, torch.float16), logits.dtype
-    check_token_ids(logits, logit_ids)
+    if logit_ids is not None:
+        check_token_ids(logits, logit_ids)
     if draws is not None:
         check_columns(len(logits), draws.seeds, draws.positions)
         temperatures = draws.temperatures

@@ -170,7 +170,7 @@ class Membership:
                     notify(words=f"has lost the router at {self._router_address}, and looks for it")
                     work.append(RouterGone(f"no message from the router for {silence_s:.1f} s"))
                 case RouterRefused(reason=reason):
-                    raise Refused(reason)
+                    raise Refused(f"the router refused this node: {reason}")
                 case Inspect(query=query):
                     self._report_ledger(query)
                 case Flush(query=query):

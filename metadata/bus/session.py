@@ -160,7 +160,6 @@ class RouterSession:
         if isinstance(message, Welcome):
             self._join(message, todo)
         elif isinstance(message, Refusal):
-            logger.error("the router refused this node: %s", message.reason)
             todo.append(RouterRefused(message.reason))
         elif isinstance(message, HelloAgain):
             self._rejoin(message, todo)

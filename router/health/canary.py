@@ -24,7 +24,8 @@ from .verdicts import Answer, Token
 NUM_PAGES = 3
 NUM_TOKENS = 4
 REPEATED = 3  # tokens of the prompt that repeat, unless nodes compute in float32
-TIMEOUT_S = 300.0  # of each request: the nodes may compute long prompts of others first
+IDLE_TIMEOUT_S = 30.0  # of each request, from its start or from when one of its nodes was last seen in a step
+MAX_TIMEOUT_S = 300.0  # of each request: nodes may compute long prompts of others first, but a message may be lost, too
 # Log-probabilities closer than this are a tie. In bfloat16 logits from 16 on are 0.125 apart, from 32 on 0.25.
 TIE_GAP = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
 COARSE_TIE_GAP = 3.0  # for nodes that round coarsely; up to 2.0 was seen with small random models
@@ -60,7 +61,7 @@ class Canary:
         self.prompt = prompt
         self.nodes = nodes
         self.answer: Answer = ()
-        self.rid = ""  # of the last request
+        self._request: Request | None = None  # the last one
         self._cache_salt = secrets.token_hex(8)
 
     @property
@@ -71,21 +72,20 @@ class Canary:
     def next_request(self, now: float) -> Request:
         """Return a request for all tokens, or for the next one if a prefill node runs alone."""
         num_received = len(self.answer)
-        self.rid = f"canary-{secrets.token_hex(6)}"
         params = SamplingParams(
             max_tokens=num_received + 1 if self.nodes[1] is None else NUM_TOKENS,
             temperature=0.0,
             num_logprobs=MAX_TOP_LOGPROBS,
         )
-        request = Request(
-            self.rid,
+        self._request = request = Request(
+            f"canary-{secrets.token_hex(6)}",
             self.prompt.group,
             self.prompt.ids,
             params,
             self,
             cache_salt=self._cache_salt,
             now=now,
-            timeout_s=TIMEOUT_S,
+            timeout_s=IDLE_TIMEOUT_S,
             is_canary=True,
         )
         if num_received:
@@ -93,6 +93,13 @@ class Canary:
             sequence.received.extend(token.id for token in self.answer)
             sequence.restart()
         return request
+
+    def look(self, now: float) -> None:
+        """Put the deadline of the last request off if one of the nodes is in a step. Call it several times per
+        second."""
+        request = self._request
+        if request is not None and any(node is not None and node.busy_since is not None for node in self.nodes):
+            request.deadline = min(now + IDLE_TIMEOUT_S, request.created_at + MAX_TIMEOUT_S)
 
     def on_delta(self, _sequence: Sequence, delta: Delta, /) -> None:
         self.answer += answer_of(delta.token_ids, delta.logprobs, self.prompt.tie_gap)

@@ -331,6 +331,9 @@ class PairHealth:
     def look(self, now: float) -> list[Effect]:
         """Start the canaries that are due, and tell nodes what is new. Call it several times per second."""
         effects: list[Effect] = []
+        for _, subject in self._runs.values():
+            assert subject.canary is not None, subject.name
+            subject.canary.look(now)
         for group in self._groups.values():
             if group.tokenizer is None:
                 continue
@@ -417,9 +420,8 @@ class PairHealth:
     def _leave(self, subjects: list[_Subject]) -> None:
         """Forget the canaries of subjects that are no more: their ends change nothing. Remember that their nodes were
         tested."""
+        self._runs = {rid: run for rid, run in self._runs.items() if run[1] not in subjects}
         for subject in subjects:
-            if subject.canary is not None:
-                self._runs.pop(subject.canary.rid, None)
             if subject.is_tested:
                 self._tested |= {node.unit_epoch: None for node in subject.nodes if node is not None}
         for epoch in list(self._tested)[:-MAX_TESTED]:

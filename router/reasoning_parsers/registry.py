@@ -21,9 +21,12 @@ _SIGNS = (  # texts of a template that all stand in it -> the parser; the first 
 
 
 @cache
-def parser_for_template(source: str) -> str | None:
-    """Return the name of the parser for models with this chat template; None if it is not known."""
+def find_parser(template: str | None, flag: str | None) -> type[ReasoningParser] | None:
+    """Return the parser of a model's thoughts: that of `flag`, the value of --reasoning-parser, or the one that fits
+    the source of the chat template. None: thoughts are not divided from answers."""
+    if flag is not None:
+        return REASONING_PARSERS.get(flag)
     for signs, name in _SIGNS:
-        if all(sign in source for sign in signs):
-            return name
+        if all(sign in (template or "") for sign in signs):
+            return REASONING_PARSERS[name]
     return None

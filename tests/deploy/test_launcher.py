@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from patience import wait_until
+from service_manager import ServiceManager
 
 from baton.decode_node.config import DecodeConfig
 from baton.deploy import launcher, restarts
@@ -139,6 +140,27 @@ def test_when_ready_a_request_to_try_is_printed_and_a_signal_stops_all(
     assert "toy" in out
     assert str(tmp_path) in out
     assert "decode-0: loading" in err
+
+
+def test_a_service_manager_hears_from_the_launcher_alone_that_all_are_ready_and_that_they_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper = f"import os; print('NOTIFY_SOCKET' in os.environ, flush=True); {SLEEPER}"
+    running = Running(tmp_path, {"router": READY_SERVER, "decode-0": sleeper})
+    with ServiceManager() as manager:
+        monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
+
+        def script() -> None:
+            running.until_ready()
+            manager.hear("WATCHDOG=1")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        assert running.run(threading.Thread(target=script)) == 0
+        manager.hear("EXTEND_TIMEOUT_USEC=14000000")
+    states = [line for line in manager.said if line.startswith(("READY", "STATUS", "WATCHDOG", "STOPPING"))]
+    assert states[0] == "READY=1" and states[1].startswith("STATUS=serves http://127.0.0.1:")
+    assert states[2:] == ["WATCHDOG=1"] * (len(states) - 3) + ["STOPPING=1"]
+    assert running.children["decode-0"].tail(2)[0] == "False"
 
 
 @pytest.mark.parametrize(("gpus", "is_recommended"), [("0,1", True), ("", False)])

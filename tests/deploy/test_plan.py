@@ -339,6 +339,15 @@ def test_a_router_off_loopback_has_an_admin_key_by_which_the_launcher_watches_it
     assert keys(host="127.0.0.1") == [None, None]
 
 
+def test_cuda_on_a_host_without_it_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["up", "--device", "cuda", "--port", "0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--device cuda: torch sees no CUDA device on this host; use --device cpu or auto" in line
+
+
 def test_models_are_checked_once_for_all_nodes_that_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str | None] = []
     counted: list[int] = []

@@ -155,6 +155,7 @@ def test_a_node_with_another_model_of_the_same_name_is_refused(
     other = cluster.start_node("decode", "other", "--model-name", name, model=checkpoint("llama"))
     assert other.wait(30) == 3
     assert "weights" in other.log or "layers" in other.log or "fingerprint" in other.log, other.log
+    assert other.log.count("the router refused this node: ") == other.log.count("paired with nobody") == 1, other.log
     cluster.complete("still serving", max_tokens=2)
 
 

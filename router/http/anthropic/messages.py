@@ -76,7 +76,7 @@ async def count_tokens(api: Api, http_request: web.Request) -> web.StreamRespons
     with renamed(NAMES):
         conversation = _conversation(body)
         asked_grammar(conversation)
-        group, tokenizer = await api.group_of(body.model)
+        group, tokenizer = await api.group_of(http_request, body.model)
         use = tool_use(conversation, group.template, api.config.tool_parser)
         prompt = await api.side_work.chat_prompt(
             conversation, group, tokenizer, None if use is None else use.for_template

@@ -19,13 +19,11 @@ from msgspec import Struct
 
 from ...reasoning_parsers.base import Part as Divided
 from ...reasoning_parsers.base import ReasoningParser, Thought
-from ...reasoning_parsers.registry import REASONING_PARSERS, parser_for_template
 from ...requests.request import Sequence
-from ...text.chat_template import ChatTemplate
 from ...text.detokenizer import Detokenizer, make_detokenizer
 from ...text.tokenizer import TextTokenizer
 from ...tool_parsers.base import CallArguments, CallBegin, CallBroken, CallEnd, Content, Event, ToolParser
-from .tools import NO_PARSER, ToolUse
+from .tools import ToolUse
 
 ReasoningField = Literal["reasoning_content", "reasoning"]
 PartKind = Literal["thought", "text", "call"]
@@ -215,12 +213,6 @@ class OutputReading:
         prompt_ids, markers = sequence.request.prompt_ids, frozenset(self.reasoning.markers)
         detokenizer = make_detokenizer(self.tokenizer, prompt_ids, skip_special=True, markers=markers)
         return ThoughtCounter(self.reasoning(self.prompt), detokenizer)
-
-
-def reasoning_parser(template: ChatTemplate | None, flag: str | None) -> type[ReasoningParser] | None:
-    """Return the parser of a model's thoughts, None if it has none. `flag`: the value of --reasoning-parser."""
-    name = flag or (parser_for_template(template.source) if template is not None else None)
-    return None if name is None or name == NO_PARSER else REASONING_PARSERS[name]
 
 
 class ThoughtCounter:

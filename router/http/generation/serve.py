@@ -27,6 +27,7 @@ from aiohttp import web
 from ....metadata.errors import BatonError, Overloaded
 from ...errors import outcome_of
 from ...nodes.node import NodeGroup
+from ...reasoning_parsers.registry import find_parser
 from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
 from ...waiting.admission import Asked
@@ -34,7 +35,7 @@ from ..server.access import CALLER, Caller, session_id
 from ..server.api import ARRIVED, Api, json_response, request_id
 from .answers import AnswerFormat, StreamedAnswer, WholeAnswer
 from .grammars import asked_grammar, chat_grammar
-from .output import OutputReading, reasoning_parser
+from .output import OutputReading
 from .parameters import asked_tokens, check_chat, request_seed, sampling_params, text_options, timeout_s
 from .tools import tool_use
 from .types import CancelledRequest, ChatRequest, CommonRequest
@@ -52,7 +53,7 @@ async def serve_chat(
     has_format = body.response_format is not None or body.structured_outputs is not None
     if has_format:
         asked_grammar(body)
-    group, tokenizer = await api.group_of(body.model)
+    group, tokenizer = await api.group_of(http_request, body.model)
     use = None
     if body.tools or body.tool_choice is not None:
         use = tool_use(body, group.template, api.config.tool_parser)
@@ -60,7 +61,7 @@ async def serve_chat(
         prompt = await api.side_work.chat_prompt(body, group, tokenizer, None if use is None else use.for_template)
         reasoning = None
         if not body.continue_final_message:
-            reasoning = reasoning_parser(group.template, api.config.reasoning_parser)
+            reasoning = find_parser(group.card.chat_template, api.config.reasoning_parser)
         reading, grammar = None, None
         if use is not None or reasoning is not None:
             reading = OutputReading(prompt.text, tokenizer, use, reasoning, api.config.reasoning_field)
@@ -151,8 +152,8 @@ async def _answered(
         request.timeline.came_from(None if called == response_id else called, http_request.headers)
     reason = "the client left"
     try:
-        in_flight = api.in_flight.listed({response_id, called}, http_request[CALLER], requests)
-        with in_flight, wait_limited(api, requests):
+        end = partial(_abort, api, requests)
+        with api.in_flight.listed({response_id, called}, http_request[CALLER], end), wait_limited(api, requests):
             answer.start(requests, api.dispatcher.submit)
             return await answer.answer(requests, {"x-request-id": called})
     except BatonError:
@@ -224,6 +225,14 @@ def _refusals_counted(api: Api, group: NodeGroup, caller: Caller) -> Generator[N
         if error.rid is None:
             api.metrics.count_request(group.key.model, outcome_of(error), caller.tenant.name)
         raise
+
+
+def _abort(api: Api, requests: abc.Sequence[Request], reason: str) -> bool:
+    """End those of the requests that run. Returns False if none does."""
+    running = [request for request in requests if not request.is_over]
+    for request in running:
+        api.dispatcher.abort(request, reason)
+    return bool(running)
 
 
 async def cancel(api: Api, http_request: web.Request) -> web.StreamResponse:

@@ -26,7 +26,7 @@ from ...tool_parsers.registry import TOOL_PARSERS, parser_for_template
 from .tool_types import CalledFunction, FunctionTool, Tool, ToolCall, ToolChoice, ToolChoiceObject
 from .types import ChatMessage, ChatRequest, TextPart
 
-NO_PARSER = "none"  # value of --tool-parser and --reasoning-parser that turns them off
+NO_PARSER = "none"  # value of --tool-parser that turns it off
 
 
 class ToolUse(NamedTuple):

@@ -22,7 +22,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     body = await api.body(http_request, CompletionRequest)
     check_completion(body)
     asked = asked_grammar(body)
-    group, tokenizer = await api.group_of(body.model)
+    group, tokenizer = await api.group_of(http_request, body.model)
     prompts = prompts_of(body)
     with admitted(api, http_request, body, group, len(prompts)):
         encoded = await api.side_work.encoded_prompts(

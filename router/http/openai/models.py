@@ -59,7 +59,7 @@ async def tokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
     body = await api.body(http_request, TokenizeRequest)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt: exactly one of prompt and messages must be given", param="prompt")
-    group, tokenizer = await api.group_of(body.model)
+    group, tokenizer = await api.group_of(http_request, body.model)
     answer = await api.side_work.tokenized(body, group, tokenizer)
     return web.Response(body=answer, content_type="application/json")
 
@@ -67,7 +67,7 @@ async def tokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
 async def detokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
     """POST /detokenize."""
     body = await api.body(http_request, DetokenizeRequest)
-    group, tokenizer = await api.group_of(body.model)
+    group, tokenizer = await api.group_of(http_request, body.model)
     worst = max(body.tokens, default=0)
     if worst >= group.card.vocab_size:
         raise RequestError(
@@ -79,7 +79,7 @@ async def detokenize(api: Api, http_request: web.Request) -> web.StreamResponse:
 
 async def tokenizer_info(api: Api, http_request: web.Request) -> web.StreamResponse:
     """GET /tokenizer_info. The query names the model if several are served."""
-    group, _ = await api.group_of(http_request.query.get("model"))
+    group, _ = await api.group_of(http_request, http_request.query.get("model"))
     card, special = group.card, group.card.special_tokens
     return json_response(
         TokenizerInfo(

@@ -10,7 +10,7 @@ import codecs
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,11 +22,10 @@ from ....metadata.errors import RequestError, Unavailable
 from ....metadata.wire.node_info import Role
 from ...config import RouterConfig
 from ...dispatching.runner import RunningDispatcher
-from ...errors import NotFound
+from ...errors import NotFound, RequestCancelled
 from ...figures.metrics import Metrics
 from ...nodes.availability import Expected, no_node
 from ...nodes.node import ROLES, NodeGroup
-from ...requests.request import Request
 from ...text.tokenizer import TextTokenizer
 from ..bodies.bodies import (
     BODY_SIZE,
@@ -43,7 +42,7 @@ from ..bodies.side_work import SideWork
 from ..generation.grammars import GrammarChecks
 from ..page.feed import Feed
 from ..page.snapshots import Snapshots
-from .access import Access, CacheSalts, Caller
+from .access import CALLER, Access, CacheSalts, Caller
 
 RESPONSE_ID = web.RequestKey("response_id", str)  # id in the answer's body; only generating routes have one
 ARRIVED = web.RequestKey("arrived", float)  # monotonic seconds at which the body had been read
@@ -73,7 +72,7 @@ class Api:
         self.snapshots = Snapshots(dispatcher, metrics, self.why_not_ready, lambda: self.is_draining)
         self.feed = Feed(self.snapshots.read)
         self.grammars = GrammarChecks()
-        self.in_flight = InFlight(dispatcher.abort)
+        self.in_flight = InFlight()
         self.early = EarlyRequests(config)
         self._expected = Expected(config.expected)
         self.side_work = SideWork()
@@ -124,18 +123,32 @@ class Api:
             return missing
         return None if self.dispatcher.health.is_ready else self.dispatcher.health.reason
 
-    async def group_of(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
+    async def group_of(self, http_request: web.Request, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
         """Return the group with the shortest queue that serves a model. None stands for the only model served.
 
         If the router has just started, wait for the nodes of the model. Raises NotFound for a model that no node has
-        ever offered, Unavailable if its nodes are missing.
+        ever offered, Unavailable if its nodes are missing, RequestCancelled if a client cancels it meanwhile.
         """
         while True:
             try:
                 return self._group_now(model)
             except (NotFound, Unavailable):
-                if not await self.early.has_waited(BODY_SIZE.get().num_bytes):
+                if not await self._has_waited(http_request):
                     raise
+
+    async def _has_waited(self, http_request: web.Request) -> bool:
+        """Wait a moment for nodes, if the request may wait for them. Raises RequestCancelled."""
+        reasons: list[str] = []
+
+        def end(reason: str) -> bool:
+            reasons.append(reason)
+            return True
+
+        with self.in_flight.listed({request_id(http_request)}, http_request[CALLER], end):
+            has_waited = await self.early.has_waited(BODY_SIZE.get().num_bytes)
+        if reasons:
+            raise RequestCancelled(f"the request was cancelled: {reasons[0]}")
+        return has_waited
 
     def _group_now(self, model: str | None) -> tuple[NodeGroup, TextTokenizer]:
         registry = self.dispatcher.registry
@@ -222,29 +235,27 @@ class EarlyRequests:
 
 class _HttpRequest(NamedTuple):
     caller: Caller
-    requests: Sequence[Request]
+    end: Callable[[str], bool]
 
 
 class InFlight:
-    """The HTTP requests that generate now, by the ids in their answers. A client can cancel by such an id.
+    """The HTTP requests under way, by the ids in their answers. A client can cancel by such an id."""
 
-    `abort` ends a request with an error that states the reason.
-    """
-
-    def __init__(self, abort: Callable[[Request, str], None]) -> None:
-        self._abort = abort
+    def __init__(self) -> None:
         self._by_id: dict[str, list[_HttpRequest]] = {}  # clients choose ids, so several requests may share one
 
     @contextmanager
-    def listed(self, ids: set[str], caller: Caller, requests: Sequence[Request]) -> Generator[None]:
-        """Make the requests cancellable by any of the ids while the block runs."""
-        http_request = _HttpRequest(caller, requests)
-        for each in ids:
+    def listed(self, ids: set[str | None], caller: Caller, end: Callable[[str], bool]) -> Generator[None]:
+        """Make a request cancellable by any of the ids that it has while the block runs. `end` ends it with an error
+        that states the reason, and returns False if it is over already."""
+        http_request = _HttpRequest(caller, end)
+        given = [each for each in ids if each is not None]
+        for each in given:
             self._by_id.setdefault(each, []).append(http_request)
         try:
             yield
         finally:
-            for each in ids:
+            for each in given:
                 self._by_id[each].remove(http_request)
                 if not self._by_id[each]:
                     del self._by_id[each]
@@ -255,8 +266,6 @@ class InFlight:
         Raises NotFound if there is none.
         """
         found = [each for each in self._by_id.get(request_id, ()) if caller.is_admin or each.caller is caller]
-        running = [request for each in found for request in each.requests if not request.is_over]
-        if not running:
+        ended = [each.end("by DELETE /v1/requests") for each in found]
+        if not any(ended):
             raise NotFound(f"no request {request_id!r} is under way: it has ended, or there never was one")
-        for request in running:
-            self._abort(request, "by DELETE /v1/requests")

@@ -8,7 +8,7 @@ import pytest
 
 from baton.metadata.wire.node_info import Capacity
 from baton.metadata.wire.request import TokenLogprobs
-from baton.router.health.canary import NUM_PAGES, NUM_TOKENS, REPEATED, TIMEOUT_S, Canary, Prompt, answer_of
+from baton.router.health.canary import IDLE_TIMEOUT_S, NUM_PAGES, NUM_TOKENS, REPEATED, Canary, Prompt, answer_of
 from baton.router.health.verdicts import Answer, Token, text
 from baton.router.nodes.node import Node, NodeGroup
 from baton.router.requests.request import Request
@@ -97,7 +97,7 @@ def test_a_pair_and_a_decode_node_alone_answer_in_one_request(nodes: tuple[Node,
         each = canary(prefill.group, pinned)
         request = each.next_request(5.0)
         assert (request.params.max_tokens, request.created_at, request.listener) == (NUM_TOKENS, 5.0, each)
-        assert request.deadline == 5.0 + TIMEOUT_S
+        assert request.deadline == 5.0 + IDLE_TIMEOUT_S
         answer(each, request, 7, 8)
         answer(each, request, 9, 10)
         assert each.is_complete and each.answer == tuple(Token(token, frozenset({token})) for token in (7, 8, 9, 10))

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from thinned import num_examples
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, GroupRank
 from baton.metadata.wire.request import TokenLogprobs
-from baton.router.health.canary import TIMEOUT_S
+from baton.router.health.canary import IDLE_TIMEOUT_S, MAX_TIMEOUT_S
 from baton.router.health.health import (
     FULL_RETRY_S,
     RETRY_S,
@@ -36,7 +37,7 @@ from baton.router.text.tokenizer import TextTokenizer
 from ..conftest import System
 from ..dispatching.test_runner import own, wait_until
 from ..fake_nodes import FakeNode, make_layout
-from ..hellos import ClockedRegistry
+from ..hellos import BEAT, ClockedRegistry
 
 Make = Callable[..., System]
 Corrupt = Callable[[str, str, list[int]], list[int]]
@@ -114,6 +115,10 @@ class World:
         for start in [start for start in self.unanswered if node in start.nodes]:
             self.unanswered.remove(start)
             self.take(self.health.failed(start.request, "its node is gone", self.now))
+
+    def beat(self, name: str, **changes: Any) -> None:
+        """Let a node send a heartbeat."""
+        self.registry.beat(self.nodes[name], msgspec.structs.replace(BEAT, **changes), self.now)
 
     def rejoin(self, name: str, proven: tuple[str, ...] | None = None) -> None:
         """Let a node lose its connection and join again, with what its Hello said before: later messages are lost."""
@@ -381,19 +386,43 @@ def test_a_failed_canary_is_tried_again_and_its_pair_gets_no_requests(world: Wor
 
 
 def test_a_canary_has_a_limit_of_time_and_is_tried_again(world: World) -> None:
-    """The dispatcher ends every request at its deadline. Nodes may compute long prompts of others before."""
+    """The dispatcher ends every request at its deadline."""
     world.mute = {"p0"}
     world.join("p0", "d0")
-    for start in world.unanswered:
-        assert start.request.deadline == world.now + TIMEOUT_S
+    start = world.now
+    world.look(IDLE_TIMEOUT_S - 1)
+    assert {each.request.deadline for each in world.unanswered} == {start + IDLE_TIMEOUT_S}, "its nodes are idle"
     (late,) = world.starts("p0", "d0")
-    world.take(world.health.failed(late.request, "it took more than 300 s", world.now))
-    assert world.state("p0", "d0") == "pair p0 -> d0: its canary failed: it took more than 300 s"
+    world.take(world.health.failed(late.request, "it took more than 30 s", world.now))
+    assert world.state("p0", "d0") == "pair p0 -> d0: its canary failed: it took more than 30 s"
     world.look(RETRY_S)
     world.answer_all()
     assert world.states() == {"p0 d0": "ready"}
     world.take(world.health.answered(late.request, world.now))  # changes nothing
     assert world.states() == {"p0 d0": "ready"}
+
+
+def test_a_canary_waits_longer_while_one_of_its_nodes_is_in_a_step(world: World) -> None:
+    """Nodes may compute long prompts of others first. A pair in which nothing goes on is found after IDLE_TIMEOUT_S."""
+
+    def deadline() -> float:
+        (canary,) = world.starts("p0", "d0")
+        assert canary.request.deadline is not None
+        return canary.request.deadline
+
+    world.mute = {"p0"}
+    world.join("p0", "d0")
+    start = world.now
+    world.beat("p0", phase="prefill", phase_age_s=2.0)
+    world.look(2 * IDLE_TIMEOUT_S)
+    assert deadline() == world.now + IDLE_TIMEOUT_S
+    world.beat("p0", phase="prefill", phase_age_s=BEAT.phase_limit_s + 1)  # it hangs in its step
+    busy_until = world.now
+    world.look(IDLE_TIMEOUT_S / 2)
+    assert deadline() == busy_until + IDLE_TIMEOUT_S
+    world.beat("d0", phase="decode", phase_age_s=0.01)
+    world.look(MAX_TIMEOUT_S)
+    assert deadline() == start + MAX_TIMEOUT_S
 
 
 def test_transfers_that_fail_in_a_row_bring_canaries_later_and_later(world: World) -> None:
@@ -819,7 +848,7 @@ def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer,
             case "wrong":
                 world.corrupt = faulty(name, alone=data.draw(st.booleans()))
             case "look":
-                world.look(data.draw(st.sampled_from([0.3, 2.0, TIMEOUT_S])))
+                world.look(data.draw(st.sampled_from([0.3, 2.0, MAX_TIMEOUT_S])))
             case "doubt" if world.nodes:
                 p, d = (min((n for n in world.nodes if n[0] == role), default=None) for role in "pd")
                 if p and d:
@@ -845,7 +874,7 @@ def test_after_random_events_the_vote_at_rest_is_right(tokenizer: TextTokenizer,
         if name not in world.nodes:
             world.join(name, epoch="last")
     world.answer_all()
-    world.look(2 * TIMEOUT_S)
+    world.look(2 * MAX_TIMEOUT_S)
     assert not world.unanswered
     assert world.states() == {
         f"{p} {d}": "faulty" if bad in (p, d) else "ready" for p in names[:3] for d in names[3:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.reasoning_parsers.registry import REASONING_PARSERS, parser_for_template
+from baton.router.reasoning_parsers.registry import REASONING_PARSERS, find_parser
 
 
 @pytest.mark.parametrize(
@@ -17,5 +17,9 @@ from baton.router.reasoning_parsers.registry import REASONING_PARSERS, parser_fo
     ],
 )
 def test_a_template_tells_its_parser(template: str, name: str | None) -> None:
-    assert parser_for_template(template) == name
-    assert name is None or name in REASONING_PARSERS
+    assert find_parser(template, None) is (None if name is None else REASONING_PARSERS[name])
+
+
+def test_a_flag_chooses_the_parser_or_none() -> None:
+    assert find_parser("<|im_start|>", "qwen3") is REASONING_PARSERS["qwen3"]
+    assert find_parser("<think></think>", "none") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.router.errors import NotFound
+from baton.router.http.generation.serve import _abort
 from baton.router.http.server.api import InFlight
 
 from ...conftest import System
@@ -63,6 +65,22 @@ def test_cancel_by_id(make_system: Callable[..., System], where: str, by: str, s
     assert not in_flight(system)
 
 
+def test_a_request_that_waits_for_the_first_nodes_is_cancelled_by_the_id_that_its_client_gave(
+    make_system: Callable[..., System],
+) -> None:
+    system = make_system()
+    request = system.router.request
+    body = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(request, "POST", "/v1/chat/completions", body, {"x-request-id": "mine"})
+        wait_until(lambda: early.done() or "mine" in in_flight(system))
+        assert request("DELETE", "/v1/requests/mine")[0] == 200
+        status, answer, _ = early.result()
+    assert (status, answer["error"]["code"]) == (499, "cancelled")
+    assert not in_flight(system) and not system.router.router.api.early.num_requests
+    assert request("DELETE", "/v1/requests/mine")[0] == 404
+
+
 def test_a_client_cannot_cancel_requests_of_another_key(make_system: Callable[..., System], tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\ntwo\n")
@@ -88,11 +106,12 @@ def test_ended_requests_are_not_in_flight() -> None:
     """One of the prompts of a body has ended: a cancel reaches only the others. When all have ended, the id is unknown,
     though the answer is still being written."""
     aborted: list[Any] = []
-    in_flight = InFlight(lambda request, reason: aborted.append(request))
+    api: Any = SimpleNamespace(dispatcher=SimpleNamespace(abort=lambda request, _: aborted.append(request)))
+    in_flight = InFlight()
     caller: Any = SimpleNamespace(is_admin=False)
     over, running = SimpleNamespace(is_over=True), SimpleNamespace(is_over=False)
     both: Any = [over, running]
-    with in_flight.listed({"a", "b"}, caller, both):
+    with in_flight.listed({"a", "b"}, caller, partial(_abort, api, both)):
         in_flight.cancel("b", caller)
         assert aborted == [running]
         running.is_over = True
