@@ -341,6 +341,11 @@ class Engine:
         """Say that a forward of `num_rows` rows comes next, on every rank of the node that has sequences of its own."""
         self._ranks.announce(num_rows)
 
+    def end_forward(self) -> None:
+        """A forward of the target is submitted, directly or as a graph, as `GroupSteps.end_forward`."""
+        if self._ranks.steps is not None:
+            self._ranks.steps.end_forward()
+
     @property
     def row_shares(self) -> RowShares | None:
         """The ranks that divide the rows which are sampled; None: every rank samples its own. On GPUs no rank divides
@@ -384,6 +389,8 @@ class Engine:
         computed = None
         if self._prompt_graphs is not None and len(set(self.lens)) <= 1:  # a graph has as many rows of each rank
             computed = self._prompt_graphs.compute(rows, *self.lens[:1])
+        if computed is not None:
+            self.end_forward()
         return computed or self.compute_batch(ForwardBatch.build(rows, self.pool.page_size, self.device))
 
     def has_room(self, num_rows: int) -> bool:
@@ -420,6 +427,7 @@ class Engine:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
         states = self.model.forward_with_aux(batch, self.kv, self.speculation.aux_layers)
+        self.end_forward()
         match self.speculation.hidden.extend:
             case None:
                 return None, states.final

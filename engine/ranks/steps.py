@@ -61,6 +61,7 @@ class GroupSteps:
         self._stepped_at = 0.0  # monotonic seconds
         self._round: Agreed | None = None  # of the round that is submitted next
         self.joins_chunks = True
+        self.is_awaited = False  # other ranks wait for the forward of this one
         self.num_idle = 0  # steps in which this rank had no work
 
     def prepare(
@@ -133,6 +134,10 @@ class GroupSteps:
         agreed, self._round = self._round, None
         assert agreed is not None
         return agreed
+
+    def end_forward(self) -> None:
+        """This rank has submitted all of the forward that needs other ranks. What fails from now on is its own."""
+        self.is_awaited = False
 
     def begin_service(self) -> None:
         """From now on, a rank must take part in a step soon. Before service it may load, or compile kernels."""
@@ -207,7 +212,7 @@ class GroupSteps:
                 )
             if lacking:
                 return None
-        self._rows.lens = agreed.lens
+        self._rows.lens, self.is_awaited = agreed.lens, True
         return agreed
 
 
