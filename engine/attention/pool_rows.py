@@ -1,7 +1,7 @@
 """The rows of one forward's tokens in the pools that a model has beside that of its KV.
 
-A family declares a pool by `ModelConfig.further` (`Further`, engine/checkpoint/model_config.py): a name, the layers
-that store something, heads, width and dtype. All else follows: the node allocates the pool, hands it over, caches and
+A family declares a pool by `ModelFamily.read_further`, which returns a `Further` (engine/checkpoint/model_config.py): a
+name, the layers that store something, heads, width and dtype. All else follows: the node allocates the pool, hands it over, caches and
 moves its pages together with those of KV. A layer reaches it through the context of its forward:
 
     rows = context.further
@@ -104,8 +104,8 @@ def _seen(batch: ForwardBatch, seq: int, tokens: slice, seq_len: int) -> torch.T
     """Return which slots the new tokens of a sequence see, [query_len, seq_len] bool. `tokens`: of the batch."""
     query_len, device = tokens.stop - tokens.start, batch.seq_lens.device
     if batch.tree is None:
-        slots = torch.arange(seq_len, device=device)
-        return slots <= slots[seq_len - query_len :].unsqueeze(1)
+        own = torch.arange(seq_len - query_len, seq_len, device=device)
+        return torch.arange(seq_len, device=device) <= own.unsqueeze(1)
     start = int(batch.tree.starts[seq])
     before = torch.ones(query_len, start, dtype=torch.bool, device=device)
     return torch.cat([before, batch.tree.visible[tokens, : seq_len - start]], 1)
