@@ -48,6 +48,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
+VALUES = "values"  # the pool of values that are narrower than keys
 Scoring = Literal["softmax", "sigmoid"]  # how a router makes scores of its product
 
 
@@ -132,6 +133,7 @@ class ModelConfig:
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
     further: tuple[Further, ...] = ()  # pools beside that of KV
+    value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
 
     @property
     def spec_hidden_size(self) -> int:
@@ -181,18 +183,27 @@ class ModelConfig:
                 "the model's type; use --kv-dtype auto"
             )
         names = ("k", "v") if self.latent is None else ("latent",)
+        further = self.further
+        if self.value_dim is not None:
+            if kv_dtype == "fp8":
+                raise ConfigError(
+                    f"kv_dtype is fp8, but {self.architecture} has values narrower than keys, which are kept in the "
+                    "model's type; use --kv-dtype auto"
+                )
+            names = ("k",)
+            further += (Further(VALUES, tuple(range(self.num_layers)), self.value_dim, self.num_kv_heads),)
         heads, width = self.num_kv_heads, self.head_dim
         if kv_dtype == "fp8":
             planes = [KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names]
         else:
             planes = [KvPlane(name, heads, width, dtype) for name in names]
-        further = (
+        described = (
             FurtherPool(
                 each.name, len(each.layers), (KvPlane(each.name, each.num_heads, each.width, each.dtype or dtype),)
             )
-            for each in self.further
+            for each in further
         )
-        return pool_of(self.num_layers, dtype, planes, tuple(further))
+        return pool_of(self.num_layers, dtype, planes, tuple(described))
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another

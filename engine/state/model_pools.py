@@ -19,15 +19,21 @@ class ModelPools(NamedTuple):
 
     kv: Tensor  # keys and values, or latents
     further: Mapping[str, Tensor] = _NONE  # by name: `ModelConfig.further` declares them
+    values: Tensor | None = None  # if they are narrower than keys (`ModelConfig.value_dim`); then `kv` has keys alone
 
     @property
     def all(self) -> tuple[Tensor, ...]:
         """All pools, that of KV first."""
-        return (self.kv, *self.further.values())
+        return (self.kv, *self.further.values(), *(() if self.values is None else (self.values,)))
+
+    @property
+    def value_layers(self) -> tuple[Tensor, ...] | None:
+        """Return the layers of the pool of values; None: `kv` has them."""
+        return None if self.values is None else self.values.unbind(0)
 
     def layer(self, index: int) -> ModelPools:
         """Return the pools of one layer of a draft whose layers are models of their own. Each of them stores something
         in every pool."""
-        return ModelPools(
-            self.kv[index : index + 1], {name: pool[index : index + 1] for name, pool in self.further.items()}
-        )
+        own = slice(index, index + 1)
+        further = {name: pool[own] for name, pool in self.further.items()}
+        return ModelPools(self.kv[own], further, None if self.values is None else self.values[own])
