@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
@@ -119,6 +119,9 @@ class ModelConfig:
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
+    has_zero_centered_norms: bool = False  # norms multiply by 1 + weight, in float32
+    query_factor: float = 1.0  # of queries, beside 1 / sqrt(head_dim): the weights of their norm hold it
+    window_rope: RopeConfig | None = None  # of layers with a window, if theirs is another one
 
     @property
     def spec_hidden_size(self) -> int:
@@ -153,6 +156,13 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
+
+    def by_window(self) -> tuple[ModelConfig, ModelConfig]:
+        """Return the configurations by which attention computes layers that see all positions, and those with a
+        window."""
+        windows = set(self.sliding_window) - {None}
+        windowed = replace(self, sliding_window=tuple(windows), rope=self.window_rope or self.rope, window_rope=None)
+        return replace(self, sliding_window=(None,), window_rope=None), windowed
 
     def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
         """Return the description of the model's KV pool, for attention in `dtype`. Raises ConfigError for latents in

@@ -73,6 +73,9 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         has_wide_norms=family.has_wide_norms,
         latent=latent,
         has_sinks=family.has_sinks,
+        has_zero_centered_norms=family.has_zero_centered_norms,
+        query_factor=_query_factor(raw, head_dim) if family.scales_scores else 1.0,
+        window_rope=_window_rope(raw, family),
     )
     if architecture is None:
         refuse_unknown_fields(raw, family)
@@ -124,8 +127,26 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             )
 
 
-def _rope_fields(raw: ConfigFile) -> Fields:
-    """Return rotary settings, of two spellings: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it."""
+def _query_factor(raw: ConfigFile, head_dim: int) -> float:
+    """Return the factor of scores beside 1 / sqrt(head_dim)."""
+    return (head_dim / raw.number("query_pre_attn_scalar")) ** 0.5
+
+
+def _window_rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig | None:
+    """Return the rotary embeddings of layers with a window; None: they are as those of the others."""
+    if family.window_theta is None:
+        return None
+    fields = raw.section("rope_parameters").section("sliding_attention")
+    if not fields.has("rope_theta"):
+        fields.fill({"rope_theta": raw.number("rope_local_base_freq", family.window_theta)})
+    return _rotation(raw, family, fields)
+
+
+def _rope_fields(raw: ConfigFile, family: ModelFamily) -> Fields:
+    """Return rotary settings, of two spellings: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it. If
+    layers with a window have others, return those of the layers without one."""
+    if family.window_theta is not None and raw.get("rope_parameters"):
+        return raw.section("rope_parameters").section("full_attention")
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     if any(isinstance(value, dict) for value in raw.section(key).unread().values()):
         raise raw.error(key, "is not served: one set of rotary parameters for all layers is")
@@ -144,7 +165,7 @@ def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim
     """Return the numbers of a head that are rotated; None: all."""
     if family.rotary_share is None:
         return None
-    share = _partial(raw)
+    share = _partial(raw, family)
     share = raw.positive("partial_rotary_factor", family.rotary_share if share is None else share)
     rotary_dim = raw.integer("rotary_dim", int(share * head_dim))
     if rotary_dim > head_dim or rotary_dim % 2:
@@ -156,14 +177,14 @@ def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim
     return rotary_dim
 
 
-def _partial(raw: ConfigFile) -> Any:
+def _partial(raw: ConfigFile, family: ModelFamily) -> Any:
     """Return partial_rotary_factor, which may be among the rotary settings or beside them."""
-    beside, among = raw.get("partial_rotary_factor"), _rope_fields(raw)
+    beside, among = raw.get("partial_rotary_factor"), _rope_fields(raw, family)
     return among.get("partial_rotary_factor") if among.has("partial_rotary_factor") else beside
 
 
 def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
-    fields = _rope_fields(raw)
+    fields = _rope_fields(raw, family)
     rope = _rotation(raw, family, fields)
     if not family.scales_queries or fields.get("llama_4_scaling_beta") is None:
         return rope
@@ -173,7 +194,7 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
 
 def _rotation(raw: ConfigFile, family: ModelFamily, fields: Fields) -> RopeConfig:
     """Return the rotary embeddings without a factor of queries."""
-    partial = _partial(raw)
+    partial = _partial(raw, family)
     if partial not in (None, 1, _latent_share(raw, family)) and family.rotary_share is None:
         raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
     type_name = fields.get("type")
@@ -244,7 +265,9 @@ def _sliding_window(raw: ConfigFile, family: ModelFamily) -> tuple[int | None, .
     window = raw.integer("sliding_window") if raw.get("sliding_window") is not None else None
     layer_types = raw.get("layer_types")
     if family.window == "by_type":
-        return _by_layer_types(raw, layer_types, window, num_layers)
+        period = raw.integer("sliding_window_pattern", 6)  # the last layer of a period has no window
+        kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(num_layers)]
+        return _by_layer_types(raw, kinds if layer_types is None else layer_types, window, num_layers)
     if family.window == "by_layer":
         window = window if raw.flag("use_sliding_window") else None
         first = raw.integer("max_window_layers", 28, minimum=0)

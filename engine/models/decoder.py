@@ -20,7 +20,7 @@ from ...kernels.products.fp8 import E4M3
 from ...kernels.sampling.sample import Choice, perturbed_argmax
 from ...kernels.state.rows import gather_rows
 from ..attention.attention import RotaryEmbedding, begin_attention
-from ..attention.context import AttentionContext
+from ..attention.context import AttentionByWindow, AttentionContext
 from ..checkpoint.model_config import ModelConfig
 from ..layers.decoder import DecoderLayer, Residual
 from ..products.base import VOCAB
@@ -73,12 +73,14 @@ class Embedding:
     """Owns the table of embeddings."""
 
     weight: Tensor  # [vocab_size, hidden_size]
+    scale: float = 1.0  # of the rows; a number of the weight's dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Return copies of the rows `token_ids` [num_tokens] int64: [num_tokens, hidden_size].
+        """Return scaled copies of the rows `token_ids` [num_tokens] int64: [num_tokens, hidden_size].
 
         On CUDA torch's own `embedding` takes a few tokens one after the other, so a kernel of ours gathers them."""
-        return gather_rows([self.weight], token_ids)[0]
+        rows = gather_rows([self.weight], token_ids)[0]
+        return rows if self.scale == 1 else rows.mul_(self.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +117,10 @@ class DecoderModel:
         self.device = embedding.weight.device
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
-        self._rotary = RotaryEmbedding(config.rope, config.rotated_size, self.device, config.rotary_dim)
+        kinds = (config,) if config.window_rope is None else config.by_window()
+        self._kinds = tuple(
+            (each, RotaryEmbedding(each.rope, each.rotated_size, self.device, each.rotary_dim)) for each in kinds
+        )
 
     @property
     def handoff_hidden_size(self) -> int:
@@ -138,7 +143,8 @@ class DecoderModel:
     def begin(self, batch: ForwardBatch | JointBatch, kv: Tensor) -> AttentionContext:
         """Return what the attention layers of one forward share."""
         assert kv.dtype in (self.dtype, E4M3), (kv.dtype, self.dtype)
-        return begin_attention(self.config, self._rotary, batch, kv, self.dtype)
+        contexts = [begin_attention(config, rotary, batch, kv, self.dtype) for config, rotary in self._kinds]
+        return contexts[0] if len(contexts) == 1 else AttentionByWindow(*contexts)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""

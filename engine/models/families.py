@@ -144,6 +144,24 @@ GPT_OSS = ModelFamily(
     read_experts=read_gpt_oss_experts,
     own_mtp=(),
 )
+GEMMA3 = ModelFamily(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    reader="gemma3.read_gemma3",
+    text_types=("gemma3_text",),
+    qk_norm=True,
+    has_zero_centered_norms=True,
+    window="by_type",
+    window_theta=10_000.0,
+    scales_scores=True,
+    fixed={
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    },
+    own_mtp=(),
+)
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -217,6 +235,7 @@ FAMILIES = {
         GLM4_MOE,
         MINIMAX_M2,
         GPT_OSS,
+        GEMMA3,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,

@@ -31,6 +31,9 @@ class ModelFamily:
     qk_norm: bool | Literal["use_qk_norm"] = False  # a key of config.json: that decides
     has_wide_norms: bool = False
     has_sinks: bool = False
+    has_zero_centered_norms: bool = False
+    window_theta: float | None = None  # of rotary embeddings in layers with a window; None: as in the others
+    scales_scores: bool = False  # by 1 / sqrt(query_pre_attn_scalar)
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
     scales_queries: bool = False  # by their positions, as llama_4_scaling_beta among the rotary settings says

@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "ministral3": ("ministral3", {}),
     "mistral4": ("mistral4", {}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 of published heads": ("gemma3_text", {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 33}),
 }
 
 

@@ -17,6 +17,7 @@ from baton.metadata.errors import ModelError
 
 LLAMA = PUBLISHED["Llama-3.1-8B"]
 CONFIGS = {family: f"{family.removesuffix('ForCausalLM')}Config" for family in FAMILIES if "Hyper" not in family}
+CONFIGS["Gemma3ForCausalLM"] = "Gemma3TextConfig"
 NO_DEFAULT = {  # sizes that the class leaves open, and Baton does not guess
     "Qwen3MoeForCausalLM": {"head_dim": 64},
     "Glm4MoeForCausalLM": {"head_dim": 128},

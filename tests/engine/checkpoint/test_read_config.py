@@ -234,6 +234,9 @@ def test_published_files_mean_what_transformers_takes_them_for(name: str, tmp_pa
         theirs.num_attention_heads,
     )
     rope = theirs.rope_parameters
+    if ours.window_rope is not None:
+        assert ours.window_rope.theta == rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     assert (ours.rms_norm_eps, ours.rope.theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert ours.rope.rope_type == rope["rope_type"] and ours.rope.factor == (rope.get("factor") or 1.0)
     if ours.rope.rope_type != "yarn":  # which stretches the length of a file that states the original one
@@ -248,7 +251,7 @@ def test_published_files_mean_what_transformers_takes_them_for(name: str, tmp_pa
     if whole.model_type != "mistral3":  # whose class says true, and whose checkpoints have a head
         assert ours.tie_word_embeddings == whole.tie_word_embeddings
     ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
-    assert ours.eos_token_ids == tuple(ends) or theirs.model_type.endswith(("_vl_text", "qwen2"))
+    assert ours.eos_token_ids == tuple(ends) or theirs.model_type.endswith(("_vl_text", "qwen2", "gemma3_text"))
     assert str(theirs.dtype or whole.dtype or "torch.float32") == f"torch.{ours.checkpoint_dtype}"
 
 

@@ -50,6 +50,14 @@ def _mistral3(text: Any) -> Any:
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
+def gemma3(tied: bool) -> Any:
+    text = transformers.Gemma3TextConfig(**TINY | FIELDS["gemma3_text"] | {"head_dim": 16, "tie_word_embeddings": tied})
+    image = {**IMAGE, **PATCHES, "model_type": "siglip_vision_model"}
+    config = transformers.Gemma3Config(text_config=text, vision_config=image, mm_tokens_per_image=4)
+    config.tie_word_embeddings = tied
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
 def llava(tied: bool) -> Any:
     text = transformers.LlamaConfig(**TINY | {"tie_word_embeddings": tied})
     image = transformers.CLIPVisionConfig(**IMAGE, **PATCHES, projection_dim=16)
@@ -75,6 +83,7 @@ def qwen3_vl(tied: bool) -> Any:
 
 
 WRAPPERS = {
+    "gemma3": gemma3,
     "mistral3": mistral3,
     "ministral3": ministral3,
     "llava": llava,
@@ -198,8 +207,8 @@ def test_streams_are_read_from_the_text_configuration(checkpoint: Callable[..., 
     ("changes", "words"),
     [
         (
-            {"model_type": "gemma3_text"},
-            r"text_config\.model_type = 'gemma3_text' is not served; Baton serves the text",
+            {"model_type": "gemma3n_text"},
+            r"text_config\.model_type = 'gemma3n_text' is not served; Baton serves the text",
         ),
         ({"hidden_size": None}, r"text_config\.hidden_size = None must be a whole number"),
         ({"hc_mult": -1}, r"text_config\.hc_mult = -1 must be"),

@@ -77,6 +77,20 @@ SHAPES = {
     "ministral3": Shape(
         "ministral3", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "num_hidden_layers": 3}
     ),
+    "gemma3": Shape("gemma3_text", {"num_attention_heads": 6, "hidden_size": 96, "head_dim": 20}),
+    "gemma3-one-key-head": Shape(
+        "gemma3_text",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "num_hidden_layers": 7,
+            "layer_types": None,  # every sixth has no window
+            "sliding_window": 21,
+            "tie_word_embeddings": False,
+        },
+    ),
     "ministral3-tied-window": Shape(
         "ministral3",
         {
