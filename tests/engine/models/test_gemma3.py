@@ -16,6 +16,7 @@ from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.ranks.shares import check_shares
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 from baton.metadata.handoff.schema.kv_layout import KvLayout
@@ -73,7 +74,7 @@ def test_norms_in_16_bits_are_rounded_once(checkpoint: Callable[..., Path]) -> N
     loaded = load_model(model, config, torch.bfloat16, "cpu")
     kv = torch.zeros(KvLayout.of(config.pool("bfloat16"), 16).stacked_shape(6), dtype=torch.bfloat16)
     batch = ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 16, "cpu")
-    ours = loaded.logits(loaded.forward(batch, kv)).float()
+    ours = loaded.logits(loaded.forward(batch, ModelPools(kv))).float()
     with torch.inference_mode():
         theirs = Reference(model, "bfloat16").model(torch.tensor([ids])).logits[0].float()
         exact = Reference(model).model(torch.tensor([ids])).logits[0]
