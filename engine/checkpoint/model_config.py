@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from ...metadata.handoff.schema.hidden_layout import HiddenDtype
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "proportional")
+WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class RopeConfig:
 
     rope_type: RopeType = "default"
     theta: float = 10_000.0
-    factor: float = 1.0  # linear, llama3, yarn: how far the context was stretched
+    factor: float = 1.0  # linear, llama3, yarn, proportional: how far the context was stretched
     original_context_len: int = 0  # llama3, yarn, query_beta: tokens of context before stretching
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 1.0  # llama3
@@ -37,6 +38,7 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the borders between the two to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies cosines and sines
     query_beta: float = 0.0  # every type: how much queries behind the original context grow; 0: not at all
+    share: float = 1.0  # proportional: the first pairs of a head, which are rotated
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -88,6 +90,15 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowConfig:
+    """The layers with a window, if they differ from those without one."""
+
+    rope: RopeConfig
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Further:
     """A pool that a model has beside that of its KV, with the same page numbers. engine/attention/pool_rows.py says how
     layers reach it."""
@@ -131,9 +142,10 @@ class ModelConfig:
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
-    has_zero_centered_norms: bool = False  # norms multiply by 1 + weight, in float32
-    query_factor: float = 1.0  # of queries, beside 1 / sqrt(head_dim): the weights of their norm hold it
-    window_rope: RopeConfig | None = None  # of layers with a window, if theirs is another one
+    norm_offset: float | None = None  # norms multiply in float32, by weight + this; None: in the model's dtype
+    score_scale: float | None = None  # of scores, which the weights of the queries' norm hold; None: by head_dim
+    window: WindowConfig | None = None  # None: layers with a window are as the others
+    num_shared_layers: int = 0  # the last layers, which read the KV of the last one of their kind before
     further: tuple[Further, ...] = ()  # pools beside that of KV
 
     @property
@@ -170,12 +182,42 @@ class ModelConfig:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
+    @property
+    def query_factor(self) -> float:
+        """Factor of queries that makes `softmax_scale` that of the scores."""
+        return 1.0 if self.score_scale is None else self.score_scale / self.softmax_scale
+
+    @property
+    def has_window_pool(self) -> bool:
+        """Whether the KV of layers with a window has a pool of its own, because their heads are others."""
+        window = self.window
+        return window is not None and (window.num_kv_heads, window.head_dim) != (self.num_kv_heads, self.head_dim)
+
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
-        window."""
-        windows = set(self.sliding_window) - {None}
-        windowed = replace(self, sliding_window=tuple(windows), rope=self.window_rope or self.rope, window_rope=None)
-        return replace(self, sliding_window=(None,), window_rope=None), windowed
+        window. Each has the layers of its pool."""
+        window = self.window
+        assert window is not None, "all layers are alike"
+        sizes = [len(self._stored(is_windowed=each)) for each in (False, True)]
+        plain = replace(self, window=None, num_shared_layers=0)
+        unbounded = replace(plain, num_layers=sizes[0], sliding_window=(None,) * sizes[0])
+        windows = (max(filter(None, self.sliding_window), default=None),) * sizes[1]
+        heads = {"num_kv_heads": window.num_kv_heads, "head_dim": window.head_dim}
+        return unbounded, replace(plain, num_layers=sizes[1], sliding_window=windows, rope=window.rope, **heads)
+
+    def kv_place(self, layer: int) -> int:
+        """Return the index of a layer's KV in its pool: of its own, or of that which it shares."""
+        stored = self._stored(is_windowed=self.sliding_window[layer] is not None)
+        return stored.index(layer) if layer in stored else len(stored) - 1
+
+    def _stored(self, *, is_windowed: bool) -> list[int]:
+        """Return the layers that have KV of their own in the pool of such layers."""
+        stored = range(self.num_layers - self.num_shared_layers)
+        return [
+            each
+            for each in stored
+            if not self.has_window_pool or (self.sliding_window[each] is not None) == is_windowed
+        ]
 
     def place(self, name: str, layer: int) -> int | None:
         """Return the index of a layer in the further pool `name`; None: the layer stores nothing in it."""
@@ -191,18 +233,24 @@ class ModelConfig:
                 "the model's type; use --kv-dtype auto"
             )
         names = ("k", "v") if self.latent is None else ("latent",)
-        heads, width = self.num_kv_heads, self.head_dim
-        if kv_dtype == "fp8":
-            planes = [KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names]
-        else:
-            planes = [KvPlane(name, heads, width, dtype) for name in names]
-        further = (
+
+        def planes(config: ModelConfig) -> tuple[KvPlane, ...]:
+            heads, width = config.num_kv_heads, config.head_dim
+            if kv_dtype == "fp8":
+                return tuple(KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names)
+            return tuple(KvPlane(name, heads, width, dtype) for name in names)
+
+        further = [
             FurtherPool(
                 each.name, len(each.layers), (KvPlane(each.name, each.num_heads, each.width, each.dtype or dtype),)
             )
             for each in self.further
-        )
-        return pool_of(self.num_layers, dtype, planes, tuple(further))
+        ]
+        unbounded = self
+        if self.has_window_pool:
+            unbounded, windowed = self.by_window()
+            further.append(FurtherPool(WINDOW_POOL, windowed.num_layers, planes(windowed)))
+        return pool_of(unbounded.num_layers, dtype, planes(unbounded), tuple(further))
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another

@@ -12,7 +12,15 @@ from ..models.family import NUM_EXPERTS, ModelFamily
 from .class_defaults import CLASS_DEFAULTS, THETAS
 from .config_file import TEXT, ConfigFile, Fields
 from .known_fields import refuse_unknown_fields
-from .model_config import ROPE_TYPES, CheckpointDtype, ModelConfig, RopeConfig, RopeType, yarn_attention_factor
+from .model_config import (
+    ROPE_TYPES,
+    CheckpointDtype,
+    ModelConfig,
+    RopeConfig,
+    RopeType,
+    WindowConfig,
+    yarn_attention_factor,
+)
 from .model_files import all_stored_tensors
 from .read_quantization import read_quantization
 
@@ -73,9 +81,9 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         has_wide_norms=family.has_wide_norms,
         latent=latent,
         has_sinks=family.has_sinks,
-        has_zero_centered_norms=family.has_zero_centered_norms,
-        query_factor=_query_factor(raw, head_dim) if family.scales_scores else 1.0,
-        window_rope=_window_rope(raw, family),
+        norm_offset=family.norm_offset,
+        score_scale=_score_scale(raw, family),
+        window=_window(raw, family, num_kv_heads, head_dim),
     )
     if architecture is None:
         refuse_unknown_fields(raw, family)
@@ -127,19 +135,20 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             )
 
 
-def _query_factor(raw: ConfigFile, head_dim: int) -> float:
-    """Return the factor of scores beside 1 / sqrt(head_dim)."""
-    return (head_dim / raw.number("query_pre_attn_scalar")) ** 0.5
+def _score_scale(raw: ConfigFile, family: ModelFamily) -> float | None:
+    """Return the factor of scores; None: 1 / sqrt(head_dim)."""
+    scale = family.score_scale
+    return raw.number(scale) ** -0.5 if isinstance(scale, str) else scale
 
 
-def _window_rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig | None:
-    """Return the rotary embeddings of layers with a window; None: they are as those of the others."""
+def _window(raw: ConfigFile, family: ModelFamily, num_kv_heads: int, head_dim: int) -> WindowConfig | None:
+    """Return the layers with a window; None: they are as the others."""
     if family.window_theta is None:
         return None
     fields = raw.section("rope_parameters").section("sliding_attention")
     if not fields.has("rope_theta"):
         fields.fill({"rope_theta": raw.number("rope_local_base_freq", family.window_theta)})
-    return _rotation(raw, family, fields)
+    return WindowConfig(_rotation(raw, family, fields), num_kv_heads, head_dim)
 
 
 def _rope_fields(raw: ConfigFile, family: ModelFamily) -> Fields:

@@ -118,7 +118,7 @@ class DecoderModel:
         self.device = embedding.weight.device
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
-        kinds = (config,) if config.window_rope is None else config.by_window()
+        kinds = (config,) if config.window is None else config.by_window()
         self._kinds = tuple(
             (each, RotaryEmbedding(each.rope, each.rotated_size, self.device, each.rotary_dim)) for each in kinds
         )
@@ -144,7 +144,11 @@ class DecoderModel:
     def begin(self, batch: ForwardBatch | JointBatch, pools: ModelPools) -> AttentionContext:
         """Return what the attention layers of one forward share."""
         assert pools.kv.dtype in (self.dtype, E4M3), (pools.kv.dtype, self.dtype)
-        contexts = [begin_attention(config, rotary, batch, pools, self.dtype) for config, rotary in self._kinds]
+        of_kinds = (pools,) if len(self._kinds) == 1 else pools.by_window
+        contexts = [
+            begin_attention(config, rotary, batch, own, self.dtype)
+            for (config, rotary), own in zip(self._kinds, of_kinds, strict=True)
+        ]
         return contexts[0] if len(contexts) == 1 else AttentionByWindow(*contexts)
 
     def embed(self, token_ids: Tensor) -> Tensor:

@@ -150,10 +150,10 @@ GEMMA3 = ModelFamily(
     reader="gemma3.read_gemma3",
     text_types=("gemma3_text",),
     qk_norm=True,
-    has_zero_centered_norms=True,
+    norm_offset=1.0,
     window="by_type",
     window_theta=10_000.0,
-    scales_scores=True,
+    score_scale="query_pre_attn_scalar",
     fixed={
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,

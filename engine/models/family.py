@@ -31,9 +31,9 @@ class ModelFamily:
     qk_norm: bool | Literal["use_qk_norm"] = False  # a key of config.json: that decides
     has_wide_norms: bool = False
     has_sinks: bool = False
-    has_zero_centered_norms: bool = False
+    norm_offset: float | None = None  # added to weights of norms, which multiply in float32; None: neither
     window_theta: float | None = None  # of rotary embeddings in layers with a window; None: as in the others
-    scales_scores: bool = False  # by 1 / sqrt(query_pre_attn_scalar)
+    score_scale: float | Literal["query_pre_attn_scalar"] | None = None  # a key of config.json: 1 / sqrt of its value
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
     scales_queries: bool = False  # by their positions, as llama_4_scaling_beta among the rotary settings says

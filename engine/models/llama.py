@@ -49,10 +49,10 @@ def read_norm(config: ModelConfig, weights: Weights) -> Tensor:
 
 
 def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
-    """Read the weight of the norm `name`, [size]: in the model's dtype, or 1 + weight in float32."""
-    if not config.has_zero_centered_norms:
+    """Read the weight of the norm `name`, [size]: in the model's dtype, or in float32 with its offset."""
+    if config.norm_offset is None:
         return weights.tensor(f"{name}.weight", size)
-    return weights.tensor(f"{name}.weight", size, dtype=torch.float32).add_(1.0)
+    return weights.tensor(f"{name}.weight", size, dtype=torch.float32).add_(config.norm_offset)
 
 
 def read_layer(

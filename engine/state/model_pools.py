@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..checkpoint.model_config import WINDOW_POOL
+
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -24,6 +26,11 @@ class ModelPools(NamedTuple):
     def all(self) -> tuple[Tensor, ...]:
         """All pools, that of KV first."""
         return (self.kv, *self.further.values())
+
+    @property
+    def by_window(self) -> tuple[ModelPools, ModelPools]:
+        """The pools of KV of layers that see all positions, and of those with a window: one, or the same twice."""
+        return ModelPools(self.kv), ModelPools(self.further.get(WINDOW_POOL, self.kv))
 
     def layer(self, index: int) -> ModelPools:
         """Return the pools of one layer of a draft whose layers are models of their own. Each of them stores something

@@ -234,8 +234,8 @@ def test_published_files_mean_what_transformers_takes_them_for(name: str, tmp_pa
         theirs.num_attention_heads,
     )
     rope = theirs.rope_parameters
-    if ours.window_rope is not None:
-        assert ours.window_rope.theta == rope["sliding_attention"]["rope_theta"]
+    if ours.window is not None:
+        assert ours.window.rope.theta == rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     assert (ours.rms_norm_eps, ours.rope.theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert ours.rope.rope_type == rope["rope_type"] and ours.rope.factor == (rope.get("factor") or 1.0)

@@ -11,7 +11,7 @@ import torch
 from published_configs import PUBLISHED, write_config
 from ties import Reference
 
-from baton.engine.checkpoint.model_config import RopeConfig
+from baton.engine.checkpoint.model_config import RopeConfig, WindowConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.ranks.shares import check_shares
@@ -27,10 +27,14 @@ SMALL, LARGE = PUBLISHED["Gemma-3-1B"], PUBLISHED["Gemma-3-27B"]
 def test_published_files_are_read(tmp_path: Path) -> None:
     small = read_model_config(write_config(tmp_path, SMALL))
     assert small.sliding_window == ((512,) * 5 + (None,)) * 4 + (512,) * 2
-    assert (small.rope, small.window_rope) == (RopeConfig(theta=1e6), RopeConfig(theta=1e4))
+    assert (small.rope, small.window) == (RopeConfig(theta=1e6), WindowConfig(RopeConfig(theta=1e4), 1, 256))
     assert (small.tie_word_embeddings, small.query_factor, small.eos_token_ids) == (True, 1.0, (1, 106))
     large = read_model_config(write_config(tmp_path, LARGE))
-    assert (large.rope, large.window_rope) == (RopeConfig("linear", 1e6, 8.0), RopeConfig(theta=1e4))
+    assert (large.rope, large.window) == (
+        RopeConfig("linear", 1e6, 8.0),
+        WindowConfig(RopeConfig(theta=1e4), 16, 128),
+    )
+    assert not large.has_window_pool
     assert (large.vocab_size, large.context_len, large.tie_word_embeddings) == (262208, 131072, True)
     assert large.query_factor == pytest.approx((128 / 168) ** 0.5)
     check_shares(large, 8, "gemma")
