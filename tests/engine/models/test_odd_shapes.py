@@ -89,7 +89,6 @@ SHAPES = {
             "num_hidden_layers": 7,
             "layer_types": None,  # every sixth has no window
             "sliding_window": 21,
-            "tie_word_embeddings": False,
         },
     ),
     "ministral3-tied-window": Shape(

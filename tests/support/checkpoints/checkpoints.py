@@ -104,7 +104,6 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
-        "tie_word_embeddings": True,
     },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
