@@ -84,6 +84,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         norm_offset=family.norm_offset,
         score_scale=_score_scale(raw, family),
         window=_window(raw, family, num_kv_heads, head_dim),
+        further=() if family.read_further is None else family.read_further(raw),
     )
     if architecture is None:
         refuse_unknown_fields(raw, family)
