@@ -15,6 +15,7 @@ from ...metadata.errors import ModelError
 TEXT, HEAD_LAYER = _INNER = ("text_config", "transformer_layer_config")
 _TEXT_TYPES = {  # model_type of a model with images: that of its text model, if the file does not say
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",

@@ -90,6 +90,17 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4Config:
+    """Parts that only Gemma 4 has."""
+
+    num_shared_layers: int  # the last layers, which read the KV of the last one of their kind before
+    has_wide_shared_mlp: bool  # their feed-forward layers have twice the hidden units
+    values_are_keys: bool  # of layers without a window: values are keys before their norm and rotation
+    input_size: int  # numbers that each layer gets for each token, beside the residual stream; 0: none
+    input_vocab_size: int  # of the table of these numbers
+
+
+@dataclass(frozen=True, slots=True)
 class WindowConfig:
     """The layers with a window, if they differ from those without one."""
 
@@ -145,7 +156,8 @@ class ModelConfig:
     norm_offset: float | None = None  # norms multiply in float32, by weight + this; None: in the model's dtype
     score_scale: float | None = None  # of scores, which the weights of the queries' norm hold; None: by head_dim
     window: WindowConfig | None = None  # None: layers with a window are as the others
-    num_shared_layers: int = 0  # the last layers, which read the KV of the last one of their kind before
+    gemma4: Gemma4Config | None = None
+    softcap: float | None = None  # logits are cap * tanh(logits / cap)
     further: tuple[Further, ...] = ()  # pools beside that of KV
 
     @property
@@ -183,6 +195,11 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
     @property
+    def num_shared_layers(self) -> int:
+        """Number of the last layers, which read the KV of the last one of their kind before."""
+        return 0 if self.gemma4 is None else self.gemma4.num_shared_layers
+
+    @property
     def query_factor(self) -> float:
         """Factor of queries that makes `softmax_scale` that of the scores."""
         return 1.0 if self.score_scale is None else self.score_scale / self.softmax_scale
@@ -199,7 +216,7 @@ class ModelConfig:
         window = self.window
         assert window is not None, "all layers are alike"
         sizes = [len(self._stored(is_windowed=each)) for each in (False, True)]
-        plain = replace(self, window=None, num_shared_layers=0)
+        plain = replace(self, window=None, gemma4=None)
         unbounded = replace(plain, num_layers=sizes[0], sliding_window=(None,) * sizes[0])
         windows = (max(filter(None, self.sliding_window), default=None),) * sizes[1]
         heads = {"num_kv_heads": window.num_kv_heads, "head_dim": window.head_dim}

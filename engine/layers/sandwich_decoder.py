@@ -1,4 +1,4 @@
-"""The decoder layer with a norm before and after each sublayer, and the gated feed-forward layer with GELU (Gemma).
+"""The decoder layer with a norm before and after each sublayer, and the gated feed-forward layer with GELU (Gemma 3).
 
 h += norm(attention.out(attention(norm(h))));  h += norm(mlp(norm(h)))
 """

@@ -42,9 +42,12 @@ class TargetStates(NamedTuple):
 class Stack(Protocol):
     """All layers of a model and its last norm, over the residual stream or streams of the family."""
 
-    def __call__(self, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]) -> TargetStates:
-        """Run the layers on `embedded` [num_tokens, hidden_size], which may be overwritten. `aux_layers`: layers whose
-        inputs are wanted (num_layers: the last layer's output)."""
+    def __call__(
+        self, input_ids: Tensor, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]
+    ) -> TargetStates:
+        """Run the layers on `embedded` [num_tokens, hidden_size], which may be overwritten: the embeddings of
+        `input_ids` [num_tokens] int64. `aux_layers`: layers whose inputs are wanted (num_layers: the last layer's
+        output)."""
         ...
 
 
@@ -56,7 +59,10 @@ class DecoderStack:
     norm: Tensor  # [hidden_size]
     eps: float
 
-    def __call__(self, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]) -> TargetStates:
+    def __call__(
+        self, input_ids: Tensor, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]
+    ) -> TargetStates:
+        del input_ids
         stream = Residual(embedded, self.eps)
         aux: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -91,6 +97,7 @@ class LmHead:
 
     linear: Linear  # hidden_size -> vocab_size, or the share
     shares: VocabShares | None = None  # None: the product is whole
+    softcap: float | None = None  # logits are cap * tanh(logits / cap)
 
     @classmethod
     def tied(cls, embedding: Embedding, ranks: Ranks = ONE_RANK) -> LmHead:
@@ -102,11 +109,16 @@ class LmHead:
     def __call__(self, hidden: Tensor, lens: Lens | None = None) -> Tensor:
         """Return logits of the model's dtype: [num_rows, hidden_size] -> [num_rows, vocab_size]. If the rows are
         divided into `lens`, return those of this rank's rows alone."""
-        logits = self.linear(hidden)
+        logits = self.own(hidden)
         if self.shares is None:
             assert lens is None, "one rank has all rows"
             return logits
         return self.shares.whole(logits) if lens is None else self.shares.rows(logits, lens)
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's share of the vocabulary."""
+        logits, cap = self.linear(hidden), self.softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class DecoderModel:
@@ -139,7 +151,8 @@ class DecoderModel:
     ) -> TargetStates:
         """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
         inputs of `aux_layers` (num_layers: the last layer's output)."""
-        return self.stack(self.embed(batch.input_ids), self.begin(batch, pools), aux_layers)
+        ids = batch.input_ids
+        return self.stack(ids, self.embed(ids), self.begin(batch, pools), aux_layers)
 
     def begin(self, batch: ForwardBatch | JointBatch, pools: ModelPools) -> AttentionContext:
         """Return what the attention layers of one forward share."""
@@ -168,4 +181,4 @@ class DecoderModel:
         shares = self._lm_head.shares
         if shares is None:
             return perturbed_argmax(self.logits(hidden))
-        return shares.best(self._lm_head.linear(hidden))
+        return shares.best(self._lm_head.own(hidden))

@@ -44,7 +44,7 @@ _DEEPSEEK: dict[str, Any] = _LATENTS | {
     "topk_group": 2,
     "first_k_dense_replace": None,  # all layers
 }
-_CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2", "gemma3_text": "Gemma3"}
+_CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2", "gemma3_text": "Gemma3", "gemma4_text": "Gemma4"}
 FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
     "mistral": {"sliding_window": None},
     "ministral3": {
@@ -105,11 +105,27 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "gemma4_text": {
+        "num_hidden_layers": 3,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "global_head_dim": 24,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 512,
+        "final_logit_softcapping": 9.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
 _BIASED = ("gpt_oss", "glm4_moe_lite")  # families whose biases and sinks are spread
-_NORMED = ("gemma3_text",)  # families whose norms are spread: transformers leaves all at one
+_NORMED = {
+    "gemma3_text": {"norm.weight": 0.3},
+    "gemma4_text": {"norm.weight": 1.0, "layer_scalar": 1.0},
+}  # families whose norms are spread: transformers leaves all at one
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
@@ -139,7 +155,7 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     if family in _BIASED:
         _spread(path, seed, {"bias": 0.3, "sinks": 2.0})
     if family in _NORMED:
-        _spread(path, seed, {"norm.weight": 0.3})
+        _spread(path, seed, _NORMED[family])
     (path / "tokenizer.json").write_text(_tokenizer())
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

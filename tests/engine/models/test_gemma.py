@@ -1,4 +1,4 @@
-"""Gemma 3: published files, and its numbers in 16 bits. Text and logits are compared in test_odd_shapes.py."""
+"""Gemma 3: published files. Both Gemmas: numbers in 16 bits. Text and logits are compared in test_odd_shapes.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_pools import pools_of
 from published_configs import PUBLISHED, write_config
 from ties import Reference
 
@@ -16,10 +17,8 @@ from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model
 from baton.engine.ranks.shares import check_shares
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
-from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 SMALL, LARGE = PUBLISHED["Gemma-3-1B"], PUBLISHED["Gemma-3-27B"]
 
@@ -70,15 +69,15 @@ def test_refusals_name_the_value(fields: dict[str, Any], words: str, tmp_path: P
         read_model_config(write_config(tmp_path, SMALL | fields))
 
 
-def test_norms_in_16_bits_are_rounded_once(checkpoint: Callable[..., Path]) -> None:
-    """As transformers does, which adds one to the weights of norms in float32. Rounded weights fail the bound."""
-    model = checkpoint("gemma3_text", tie_word_embeddings=True)
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
+def test_norms_in_16_bits_are_rounded_once(family: str, checkpoint: Callable[..., Path]) -> None:
+    """As transformers does, which multiplies by the weights of norms in float32. Rounded weights fail the bound."""
+    model = checkpoint(family, tie_word_embeddings=True)
     ids = list(range(5, 60))
     config = read_model_config(model)
     loaded = load_model(model, config, torch.bfloat16, "cpu")
-    kv = torch.zeros(KvLayout.of(config.pool("bfloat16"), 16).stacked_shape(6), dtype=torch.bfloat16)
-    batch = ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 16, "cpu")
-    ours = loaded.logits(loaded.forward(batch, ModelPools(kv))).float()
+    pools = pools_of(config, 16, 6, dtype=torch.bfloat16)
+    ours = loaded.logits(loaded.forward(ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 16, "cpu"), pools)).float()
     with torch.inference_mode():
         theirs = Reference(model, "bfloat16").model(torch.tensor([ids])).logits[0].float()
         exact = Reference(model).model(torch.tensor([ids])).logits[0]
