@@ -379,7 +379,7 @@ class Engine:
 
     @property
     def kvs(self) -> tuple[torch.Tensor, ...]:
-        """All pools of target and draft, in the order of the schema."""
+        """All pools of target and draft."""
         return self.target_pools.all + (() if self.draft_pools is None else self.draft_pools.all)
 
     @property

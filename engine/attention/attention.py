@@ -15,7 +15,8 @@ numbers over them, and the copy of pages behind which a chunk stands returns the
 
 Rotary position embeddings (`RotaryEmbedding`) are the same for all layers. The pair (i, i + head_dim / 2) of a head at
 position p is rotated by the angle p * inv_freq[i]. The scaling variants change `inv_freq`, and yarn also scales the
-result: default and linear (RoFormer, arXiv:2104.09864), yarn (arXiv:2309.00071), llama3 (as published with Llama 3.1).
+result: default and linear (RoFormer, arXiv:2104.09864), yarn (arXiv:2309.00071), llama3 (as published with Llama 3.1),
+proportional (as published with Gemma 4).
 None depends on the length of a sequence.
 """
 
@@ -195,6 +196,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _llama3(rope, inv_freq)
         case "yarn":
             return _yarn(rope, inv_freq, head_dim)
+        case "proportional":
+            inv_freq[int(rope.share * head_dim // 2) :] = 0.0
+            return inv_freq / rope.factor
 
 
 def query_scales(rope: RopeConfig, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

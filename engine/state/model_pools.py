@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..checkpoint.model_config import WINDOW_POOL, WINDOW_VALUES
+
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -30,6 +32,12 @@ class ModelPools(NamedTuple):
     def value_layers(self) -> tuple[Tensor, ...] | None:
         """Return the layers of the pool of values; None: `kv` has them."""
         return None if self.values is None else self.values.unbind(0)
+
+    @property
+    def by_window(self) -> tuple[ModelPools, ModelPools]:
+        """The pools of KV of layers that see all positions, and of those with a window: one, or the same twice."""
+        kv, values = self.further.get(WINDOW_POOL, self.kv), self.further.get(WINDOW_VALUES, self.values)
+        return ModelPools(self.kv, values=self.values), ModelPools(kv, values=values)
 
     def layer(self, index: int) -> ModelPools:
         """Return the pools of one layer of a draft whose layers are models of their own. Each of them stores something

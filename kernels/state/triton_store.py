@@ -84,7 +84,8 @@ def norm_rotate_store(
     [num_pages, 1, num_kv_heads, page_size, value_dim] is contiguous: a layer of their own pool, which gets the first
     numbers of each value. Then `kv_layer` has keys alone.
 
-    The norm is rounded to the dtype before it is multiplied by its weight, and after. The rotation is rounded once."""
+    The norm is rounded to its weight's dtype, which is qkv's or float32, before it is multiplied by the weight, and to
+    qkv's dtype after. The rotation is rounded once."""
     _, num_planes, num_kv_heads, page_size, head_dim = kv_layer.shape
     assert num_planes == (2 if values is None else 1) and (values is None or values.is_contiguous()), kv_layer.shape
     num_tokens, num_all_heads = qkv.shape[0], qkv.shape[1] // head_dim
@@ -93,7 +94,7 @@ def norm_rotate_store(
     assert cos.shape == sin.shape == (num_tokens, 1, head_dim) and rows.shape == (num_tokens,), (cos.shape, rows.shape)
     assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and has_close_blocks(kv_layer)
     assert kv_layer.dtype in (qkv.dtype, E4M3), (kv_layer.dtype, qkv.dtype)
-    assert all(norm.shape == (head_dim,) for norm in norms or ()), norms
+    assert all(norm.shape == (head_dim,) and norm.dtype in (qkv.dtype, torch.float32) for norm in norms or ()), norms
     scales = scales_of(kv_layer) if kv_layer.dtype == E4M3 else None
     q_norm, k_norm = (None, None) if norms is None else norms
     dependent = gpu.dependent_launch(num_tokens)
@@ -159,8 +160,8 @@ def _store_kernel(
     v_ptr,  # [num_pages, NUM_KV_HEADS, PAGE_SIZE, VALUE_DIM], written; None: values are in kv_ptr
     scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart, written; None: no scales
     rows_ptr,  # [num_tokens] int64
-    q_norm_ptr,  # [HEAD_DIM]; None: heads are not normed
-    k_norm_ptr,  # [HEAD_DIM]; None: heads are not normed
+    q_norm_ptr,  # [HEAD_DIM] of qkv's dtype or float32; None: heads are not normed
+    k_norm_ptr,  # [HEAD_DIM] of the same dtype; None: heads are not normed
     qkv_stride,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -238,12 +239,13 @@ def _store_halves(ptr, half: tl.constexpr, first, second, mask):
 
 @triton.jit
 def _normed(x, y, dtype: tl.constexpr, q_norm_ptr, k_norm_ptr, is_q, dims, eps, HEAD_DIM: tl.constexpr):
-    """Return both halves of heads, [HEADS, HALF] float32, after their norm. It is rounded to `dtype` before it is
-    multiplied by its weight, and after."""
+    """Return both halves of heads, [HEADS, HALF] float32, after their norm. It is rounded to the weight's dtype before
+    it is multiplied by its weight, and to `dtype` after."""
     half: tl.constexpr = HEAD_DIM // 2
     scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)[:, None]
-    x = (x * scale).to(dtype).to(tl.float32) * _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half)
-    y = (y * scale).to(dtype).to(tl.float32) * _weight(q_norm_ptr + half, k_norm_ptr + half, is_q, dims, half)
+    first: tl.constexpr = q_norm_ptr.dtype.element_ty
+    x = (x * scale).to(first).to(tl.float32) * _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half)
+    y = (y * scale).to(first).to(tl.float32) * _weight(q_norm_ptr + half, k_norm_ptr + half, is_q, dims, half)
     return x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
 
 

@@ -43,7 +43,7 @@ def places(case: Case) -> list[tuple[int, int]]:
     return [(int(case.table[seq, slot // case.page_size]), slot % case.page_size) for seq, slot in slots]
 
 
-@pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("with_norms", [False, True, torch.float32], ids=["plain", "norms", "float32 norms"])
 @pytest.mark.parametrize(
     ("query_lens", "page_size", "heads", "head_dim", "dtype"),
     [
@@ -62,7 +62,7 @@ def test_norm_rotate_store(
     heads: tuple[int, int],
     head_dim: int,
     dtype: torch.dtype,
-    with_norms: bool,
+    with_norms: bool | torch.dtype,
 ) -> None:
     """New rows are stored where `token_rows` says; q and k change in `qkv`, v and all other slots do not."""
     seq_lens = tuple(query_len + i for i, query_len in enumerate(query_lens))
@@ -72,7 +72,8 @@ def test_norm_rotate_store(
     angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator)
     cos = torch.cat((angles.cos(), angles.cos()), -1).to(DEVICE, dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), -1).to(DEVICE, dtype)
-    norms = torch.randn(2, head_dim, generator=generator).to(DEVICE, dtype).unbind(0) if with_norms else None
+    kind = dtype if with_norms is True else torch.float32
+    norms = torch.randn(2, head_dim, generator=generator).to(DEVICE, kind).unbind(0) if with_norms else None
     qkv = torch.full((num_tokens, case.qkv.shape[1] + 24), 7.0, dtype=dtype, device=DEVICE)
     ours = qkv[:, 8:-16].copy_(case.qkv)  # strided by token
     q, k, v = case.qkv.view(num_tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
