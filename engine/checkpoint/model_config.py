@@ -50,6 +50,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
+VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
 Scoring = Literal["softmax", "sigmoid"]  # how a router makes scores of its product
 
 
@@ -107,6 +108,7 @@ class WindowConfig:
     rope: RopeConfig
     num_kv_heads: int
     head_dim: int
+    has_pool: bool  # of its own, because its heads are others: in the whole model, whatever a rank has of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,8 @@ class ModelConfig:
     gemma4: Gemma4Config | None = None
     softcap: float | None = None  # logits are cap * tanh(logits / cap)
     further: tuple[Further, ...] = ()  # pools beside that of KV
+    value_scale: float = 1.0  # by which values are multiplied
+    value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
 
     @property
     def spec_hidden_size(self) -> int:
@@ -206,9 +210,8 @@ class ModelConfig:
 
     @property
     def has_window_pool(self) -> bool:
-        """Whether the KV of layers with a window has a pool of its own, because their heads are others."""
-        window = self.window
-        return window is not None and (window.num_kv_heads, window.head_dim) != (self.num_kv_heads, self.head_dim)
+        """Whether the KV of layers with a window has a pool of its own."""
+        return self.window is not None and self.window.has_pool
 
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
@@ -243,13 +246,14 @@ class ModelConfig:
 
     def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
         """Return the description of the model's KV pool and of those beside it, for attention in `dtype`. Raises
-        ConfigError for latents in FP8."""
-        if kv_dtype == "fp8" and self.latent is not None:
+        ConfigError for latents or narrow values in FP8."""
+        if kv_dtype == "fp8" and (self.latent is not None or self.value_dim is not None):
+            what = "latents for keys and values" if self.latent is not None else "values narrower than keys"
             raise ConfigError(
-                f"kv_dtype is fp8, but {self.architecture} has latents in place of keys and values, which are kept in "
-                "the model's type; use --kv-dtype auto"
+                f"kv_dtype is fp8, but {self.architecture} has {what}, which are kept in the model's type; use "
+                "--kv-dtype auto"
             )
-        names = ("k", "v") if self.latent is None else ("latent",)
+        names = ("latent",) if self.latent is not None else ("k", "v") if self.value_dim is None else ("k",)
 
         def planes(config: ModelConfig) -> tuple[KvPlane, ...]:
             heads, width = config.num_kv_heads, config.head_dim
@@ -263,11 +267,14 @@ class ModelConfig:
             )
             for each in self.further
         ]
-        unbounded = self
-        if self.has_window_pool:
-            unbounded, windowed = self.by_window()
-            further.append(FurtherPool(WINDOW_POOL, windowed.num_layers, planes(windowed)))
-        return pool_of(unbounded.num_layers, dtype, planes(unbounded), tuple(further))
+        kinds = self.by_window() if self.has_window_pool else (self,)
+        further += [FurtherPool(WINDOW_POOL, kind.num_layers, planes(kind)) for kind in kinds[1:]]
+        if self.value_dim is not None:
+            further += [
+                FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),))
+                for name, kind in zip((VALUES, WINDOW_VALUES), kinds, strict=False)
+            ]
+        return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..checkpoint.read_attention import read_gemma4, read_latent
+from ..checkpoint.read_attention import read_gemma4, read_latent, respell_mimo, value_dim
 from ..checkpoint.read_experts import (
     read_glm_experts,
     read_gpt_oss_experts,
@@ -178,6 +178,26 @@ GEMMA4 = ModelFamily(
     read_gemma4=read_gemma4,
     own_mtp=(),
 )
+MIMO_V2_FLASH = ModelFamily(
+    architecture="MiMoV2FlashForCausalLM",
+    model_type="mimo_v2_flash",
+    reader="gpt_oss.read_mimo",
+    text_types=("mimo_v2_flash",),
+    has_out_bias=False,
+    has_sinks=True,
+    rotary_share=0.334,
+    window="by_type",
+    window_theta=10_000.0,
+    window_theta_name="swa_rope_theta",
+    window_head_factor=2,
+    respell=respell_mimo,
+    value_dim=value_dim,
+    needs=("num_key_value_heads", "head_dim", "v_head_dim", "norm_topk_prob", "attention_value_scale"),
+    inert=("attention_chunk_size",),
+    fixed={"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True},
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    own_mtp=("model.mtp.",),
+)
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -253,6 +273,7 @@ FAMILIES = {
         GPT_OSS,
         GEMMA3,
         GEMMA4,
+        MIMO_V2_FLASH,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,

@@ -141,6 +141,18 @@ def test_a_token_without_a_row_is_stored_nowhere() -> None:
     assert (pool == 7).all()
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 16), (24, 10), (72, 40)])
+def test_values_narrower_than_keys_lie_in_a_pool_of_their_own(head_dim: int, value_dim: int) -> None:
+    qkv, turn = torch.randn(5, 8 * head_dim, device=DEVICE), torch.randn(5, 1, head_dim, device=DEVICE)
+    rows = torch.tensor([7, 2, -1, 0, 11], device=DEVICE)
+    pool, own = torch.full((4, 2, 2, 3, head_dim), 7.0, device=DEVICE), qkv.clone()
+    k, v = pool[:, :1].clone(), torch.full((5, 1, 2, 3, value_dim), 7.0, device=DEVICE)
+    q = norm_rotate_store(qkv, turn, turn, pool, rows)
+    assert torch.equal(norm_rotate_store(own, turn, turn, k, rows, values=v[:4]), q) and torch.equal(own, qkv)
+    assert torch.equal(k, pool[:, :1]) and torch.equal(v[:4], pool[:, 1:, ..., :value_dim])
+    assert (v[4] == 7).all()
+
+
 def test_nan_stays_with_its_token() -> None:
     """Also through norms, whose sums hold all numbers of a head."""
     norms = torch.ones(16, device=DEVICE), torch.ones(16, device=DEVICE)
