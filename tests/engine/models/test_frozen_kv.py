@@ -169,7 +169,7 @@ def test_a_target_with_less_or_more_of_anything_is_refused(model: Path, tmp_path
             with pytest.raises(ConfigError, match=rf"{name} is {right}; the target's is {other}"):
                 read_frozen_kv(head, replace(target, **changed))
     assert read_frozen_kv(head, target).target_layers == (2, 0)
-    unlike = replace(target, window=WindowConfig(target.rope, target.num_kv_heads, 2 * target.head_dim))
+    unlike = replace(target, window=WindowConfig(target.rope, target.num_kv_heads, 2 * target.head_dim, has_pool=True))
     with pytest.raises(ConfigError, match="attends to layers with equal heads; the target's layers have unlike heads"):
         read_frozen_kv(head, unlike)
 
