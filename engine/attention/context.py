@@ -50,6 +50,14 @@ class AttentionContext(ABC):
         attended = self(joined.flatten(1), LayerHeads(index)).unflatten(1, (q.shape[1], -1))
         return latent_values(attended[..., : weights.rank], weights)
 
+    def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
+        """Store the index keys of new tokens in layer `index` of their pool, and choose the tokens that the following
+        calls of `attend_latents` see (kernels/attention/picks.py).
+
+        `q` [num_tokens, num_index_heads, index_head_dim] and `k` [num_tokens, index_head_dim] are not rotated yet, and
+        may be overwritten. `weights` is [num_tokens, num_index_heads] float32."""
+        raise AssertionError(f"{type(self).__name__} attends to all tokens")
+
     def joined(self, second: AttentionContext, num_first: int) -> AttentionContext:
         """Return the attention of this batch, which has `num_first` tokens, and of another one in one forward."""
         return _JointAttention(self, second, num_first)
@@ -88,6 +96,10 @@ class IdleAttention(AttentionContext):
         assert len(qkv) == 0, qkv.shape
         return qkv[:, : self.q_size]
 
+    def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
+        del index, k, weights
+        assert len(q) == 0, q.shape
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _JointAttention(AttentionContext):
@@ -102,6 +114,11 @@ class _JointAttention(AttentionContext):
         first, second = qkv.tensor_split((self.num_first,))
         of_second = self.second(second, heads)
         return torch.cat([self.first(first, heads), of_second])
+
+    def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
+        own, other = zip(*(each.tensor_split((self.num_first,)) for each in (q, k, weights)), strict=True)
+        self.second.pick(index, *other)
+        self.first.pick(index, *own)
 
     def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         (q, other_q), (stored, other) = q.tensor_split((self.num_first,)), stored.tensor_split((self.num_first,))

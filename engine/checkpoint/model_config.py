@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
@@ -88,6 +88,20 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """The indexers of a model with sparse attention (DSA, DeepSeek-V3.2): which tokens a token attends to.
+
+    A layer with an indexer keeps a key per token. Its queries choose the `num_picks` tokens of the best scores. The
+    layers behind it, up to the next one with an indexer, attend to the same tokens."""
+
+    num_heads: int
+    head_dim: int
+    num_picks: int  # tokens that a token attends to, at most
+    layers: tuple[int, ...]  # that have an indexer of their own
+    is_interleaved: bool  # the checkpoint has numbers that are rotated together side by side; else in two halves
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder-only model. Lengths are in tokens."""
 
@@ -119,6 +133,7 @@ class ModelConfig:
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
+    index: IndexConfig | None = None  # None: a token attends to all tokens before it
 
     @property
     def spec_hidden_size(self) -> int:
@@ -170,6 +185,11 @@ class ModelConfig:
             planes = [KvPlane(name, heads, width, dtype) for name in names]
         return pool_of(self.num_layers, dtype, planes)
 
+    def of_prediction_layers(self, num_layers: int) -> ModelConfig:
+        """Return the configuration of `num_layers` prediction layers, each like the model's last one."""
+        index = None if self.index is None else replace(self.index, layers=tuple(range(num_layers)))
+        return replace(self, num_layers=num_layers, sliding_window=(None,) * num_layers, index=index)
+
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another
         expert, or of another of two FP8 numbers."""
@@ -199,4 +219,15 @@ class ModelConfig:
             queries = latent.query_rank * (self.hidden_size + self.num_heads * query_dim)
         of_heads = self.num_heads * latent.rank * (latent.plain_dim + latent.value_dim)
         out = self.num_heads * latent.value_dim * self.hidden_size
-        return queries + self.hidden_size * self.kv_size + of_heads + out
+        return queries + self.hidden_size * self.kv_size + of_heads + out + self._index_products
+
+    @property
+    def _index_products(self) -> int:
+        """The same of the indexers, spread over all layers."""
+        index, latent = self.index, self.latent
+        if index is None or latent is None or latent.query_rank is None:
+            return 0
+        of_one = latent.query_rank * index.num_heads * index.head_dim + self.hidden_size * (
+            index.head_dim + index.num_heads
+        )
+        return of_one * len(index.layers) // self.num_layers

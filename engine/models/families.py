@@ -16,12 +16,14 @@ from ..checkpoint.read_experts import (
     read_qwen3_experts,
     read_v2_experts,
 )
+from ..checkpoint.read_index import read_index
 from ..checkpoint.read_latent import read_latent
 from .family import ModelFamily
 
 _SUMS = ("head_dim", "qk_head_dim")  # of widths that are read
 _LATENT_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LATENT_NEEDS = (*_LATENT_WIDTHS, "first_k_dense_replace")
+_INDEX_NEEDS = ("index_topk", "index_head_dim", "index_n_heads")
 
 LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
@@ -195,6 +197,50 @@ MISTRAL4 = ModelFamily(
     read_latent=read_latent,
     own_mtp=(),
 )
+DEEPSEEK_V32 = ModelFamily(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    reader="deepseek.read_deepseek",
+    needs=(
+        *_LATENT_WIDTHS,
+        *_INDEX_NEEDS,
+        "first_k_dense_replace|mlp_layer_types",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+    ),
+    inert=_SUMS,
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    read_latent=read_latent,
+    read_index=partial(read_index, is_interleaved=False),
+    mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
+    own_mtp=("model.layers.",),
+)
+GLM_MOE_DSA = ModelFamily(
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    reader="deepseek.read_deepseek",
+    needs=(
+        *_LATENT_WIDTHS,
+        *_INDEX_NEEDS,
+        "first_k_dense_replace|mlp_layer_types",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "rms_norm_eps",
+    ),
+    inert=(  # indexer_types has the first three; drafts may share picks, which changes no text
+        "index_topk_freq",
+        "index_topk_pattern",
+        "index_skip_topk_offset",
+        "index_share_for_mtp_iteration",
+        *_SUMS,
+    ),
+    fixed={"moe_router_dtype": "float32"},
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    read_latent=read_latent,
+    read_index=partial(read_index, is_interleaved=True, may_share=True),
+    mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
+    own_mtp=("model.layers.",),
+)
 HYPER_LLAMA = ModelFamily(
     architecture="HyperLlamaForCausalLM",
     model_type="hyper_llama",
@@ -221,6 +267,8 @@ FAMILIES = {
         DEEPSEEK_V3,
         GLM4_MOE_LITE,
         MISTRAL4,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
         HYPER_LLAMA,
     )
 }

@@ -36,6 +36,7 @@ _LATENTS: dict[str, Any] = {  # multi-head latent attention
     "v_head_dim": 24,
     "moe_intermediate_size": 24,
 }
+_INDEX: dict[str, Any] = {"index_n_heads": 5, "index_head_dim": 24, "index_topk": 9, "q_lora_rank": 28}
 _DEEPSEEK: dict[str, Any] = _LATENTS | {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -44,7 +45,7 @@ _DEEPSEEK: dict[str, Any] = _LATENTS | {
     "topk_group": 2,
     "first_k_dense_replace": None,  # all layers
 }
-_CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2"}
+_CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2", "deepseek_v32": "DeepseekV32"}
 FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
     "mistral": {"sliding_window": None},
     "ministral3": {
@@ -95,10 +96,29 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "truncate": False,
         },
     },
+    "deepseek_v32": _LATENTS
+    | _INDEX
+    | {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+    },
+    "glm_moe_dsa": _LATENTS
+    | _INDEX
+    | {
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-_BIASED = ("gpt_oss", "glm4_moe_lite")  # families whose biases and sinks are spread
+_BIASED = ("gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")  # families whose biases and sinks are spread
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:

@@ -1,0 +1,48 @@
+"""Reading of the indexers that config.json describes (DSA). Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from .config_file import ConfigFile
+from .model_config import IndexConfig
+
+_LETTERS = {"F": "full", "S": "shared"}
+
+
+def read_index(raw: ConfigFile, *, is_interleaved: bool, may_share: bool = False) -> IndexConfig:
+    """Read the widths of the indexers and the layers that have them. `is_interleaved`: what the family means if the
+    file does not say how keys are rotated. `may_share`: some layers may use the picks of a layer before them."""
+    rope_dim, head_dim = raw.integer("qk_rope_head_dim"), raw.integer("index_head_dim")
+    if head_dim < rope_dim:
+        raise raw.error("index_head_dim", f"is less than qk_rope_head_dim ({rope_dim}), which is rotated")
+    if raw.get("q_lora_rank") is None:
+        raise raw.error("q_lora_rank", "is not served; indexers read the latent of queries", value="null")
+    types = _types(raw) if may_share else None
+    return IndexConfig(
+        num_heads=raw.integer("index_n_heads"),
+        head_dim=head_dim,
+        num_picks=raw.integer("index_topk"),
+        layers=tuple(i for i in range(raw.integer("num_hidden_layers")) if types is None or types[i] == "full"),
+        is_interleaved=is_interleaved
+        if raw.get("indexer_rope_interleave") is None
+        else raw.flag("indexer_rope_interleave"),
+    )
+
+
+def _types(raw: ConfigFile) -> list[str]:
+    """Return the kind of each layer: listed, as a pattern of letters, or every so many layers."""
+    num_layers = raw.integer("num_hidden_layers")
+    key = "indexer_types" if raw.get("indexer_types") is not None else "index_topk_pattern"
+    listed: Any = raw.get(key)
+    if listed is None:
+        step, offset = raw.integer("index_topk_freq", 1), raw.integer("index_skip_topk_offset", 2, minimum=0)
+        types = ["shared" if max(i - offset + 1, 0) % step else "full" for i in range(num_layers)]
+    else:
+        letters = cast(list[Any], [*listed] if isinstance(listed, list | str) else [])
+        types = [_LETTERS.get(str(each), str(each)) for each in letters]
+        if len(types) != num_layers or not set(types) <= {"full", "shared"}:
+            raise raw.error(key, f"must list {num_layers} layers, each full or shared")
+    if types[0] != "full":
+        raise raw.error(key, "lets the first layer share picks, but no layer before it has any")
+    return types
