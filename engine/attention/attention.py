@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,10 +36,13 @@ from ...kernels.attention.paged_rows import PagedRows, attend, attend_stored
 from ...kernels.operations import Kind, reader
 from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_, turns
-from ..checkpoint.model_config import ModelConfig, RopeConfig
+from ..checkpoint.model_config import INDEX, ModelConfig, RopeConfig
 from ..rounds.batch import ForwardBatch, JointBatch
-from .context import AttentionContext, CosSin, IdleAttention, LayerHeads, ScaledQueries
+from ..state.model_pools import ModelPools
+from .context import AttentionContext, CosSin, FurtherPools, IdleAttention, LayerHeads, ScaledQueries
 from .paged import begin_paged, paged_queries
+from .picked import PickedAttention
+from .pool_rows import PoolRows
 
 _Queries = Callable[[torch.Tensor, int], torch.Tensor]
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
@@ -49,23 +52,35 @@ def begin_attention(
     config: ModelConfig,
     rotary: RotaryEmbedding,
     batch: ForwardBatch | JointBatch,
-    kv: torch.Tensor,
+    pools: ModelPools,
     dtype: torch.dtype,
 ) -> AttentionContext:
-    """Return the context of a forward over `kv` [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim],
-    of the model's device, and of `dtype` or e4m3 (kernels/state/fp8_pages.py). `dtype` is that of the model."""
+    """Return the context of a forward over `pools`, which are on the model's device. `dtype` is that of the model. The
+    pool of KV is of `dtype` or e4m3 (kernels/state/fp8_pages.py)."""
+    context = _begin(config, rotary, batch, pools, dtype)
+    return FurtherPools(context, PoolRows.of(batch, pools.further)) if pools.further else context
+
+
+def _begin(
+    config: ModelConfig,
+    rotary: RotaryEmbedding,
+    batch: ForwardBatch | JointBatch,
+    pools: ModelPools,
+    dtype: torch.dtype,
+) -> AttentionContext:
+    """Return the context that stores KV and attends."""
     if isinstance(batch, JointBatch):
-        first, second = (begin_attention(config, rotary, part, kv, dtype) for part in (batch.first, batch.second))
+        first, second = (_begin(config, rotary, part, pools, dtype) for part in (batch.first, batch.second))
         return first.joined(second, batch.first.num_tokens)
     if batch.attention is not None:
         return batch.attention(config, rotary)
-    num_planes = 2 if config.latent is None else 1
+    kv, num_planes = pools.kv, 2 if config.latent is None else 1
     shape = (config.num_layers, num_planes, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
     if batch.num_tokens == 0:
         context: AttentionContext = IdleAttention(config.q_size)
     else:
-        context = _WAYS[reader(kv.device, kv.dtype)].begin(config, batch, kv, rotary(batch.positions, dtype))
+        context = _WAYS[reader(kv.device, kv.dtype)].begin(config, batch, pools, rotary(batch.positions, dtype))
     if not config.rope.query_beta:
         return context
     return ScaledQueries(context, query_scales(config.rope, batch.positions, dtype), config.q_size)
@@ -77,20 +92,33 @@ def begin_queries(batch: ForwardBatch, kv: torch.Tensor, dtype: torch.dtype) -> 
     return _WAYS[reader(kv.device, kv.dtype)].queries(batch, kv, dtype)
 
 
-def _begin_compiled(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+def _begin_compiled(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
     """Return the context by kernels that read pages in place, or over gathered pages if a sequence has many new
     tokens. Arguments are as in `begin_attention`."""
     if batch.tree is None and max(batch.query_lens) > _MAX_COMPILED_QUERY_LEN:
-        return _begin_gathered(config, batch, kv, cos_sin)
+        return _begin_gathered(config, batch, pools, cos_sin)
     rows = PagedRows.build(cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree)
-    return _CompiledAttention(config, rows, kv.numpy())
+    kv = pools.kv.numpy()
+    if config.index is None:
+        return _CompiledAttention(config, rows, kv)
+    keys = pools.further[INDEX]
+    return PickedAttention.of(
+        config.index, batch, cos_sin, keys, lambda seen: _CompiledAttention(config, rows.seeing(seen), kv)
+    )
 
 
-def _begin_gathered(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+def _begin_gathered(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
     """Return the context over gathered pages. Arguments are as in `_begin_compiled`."""
+    kv = pools.kv
     plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, cos_sin[0].dtype, kv.shape[2])
     clear_fresh_pages(kv, plan)
-    return _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
+    context = _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
+    if config.index is None:
+        return context
+    keys = pools.further[INDEX]
+    return PickedAttention.of(
+        config.index, batch, cos_sin, keys, lambda seen: replace(context, plan=plan.seeing(seen, cos_sin[0].dtype))
+    )
 
 
 def _compiled_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> _Queries:
@@ -141,7 +169,7 @@ class _GatheredAttention(AttentionContext):
 class _Way(NamedTuple):
     """One way to compute attention."""
 
-    begin: Callable[[ModelConfig, ForwardBatch, torch.Tensor, CosSin], AttentionContext]
+    begin: Callable[[ModelConfig, ForwardBatch, ModelPools, CosSin], AttentionContext]
     queries: Callable[[ForwardBatch, torch.Tensor, torch.dtype], _Queries]
 
 

@@ -17,8 +17,9 @@ from ...kernels.attention.latents import (
 )
 from ...kernels.attention.paged_plan import PagedPlan, decode_attention, extend_attention, norm_rotate_store
 from ...kernels.attention.picks import PagedSight, PickedRows, paged_index_scores, paged_picks
-from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.model_config import INDEX, ModelConfig
 from ..rounds.batch import ForwardBatch
+from ..state.model_pools import ModelPools
 from .context import AttentionContext, CosSin, LayerHeads
 from .latent_pieces import LatentPieces
 from .picked import rotate_index_
@@ -27,11 +28,15 @@ from .prompt_pieces import PromptPieces
 _SCORE_BYTES = 256 << 20  # of the index scores of a piece of a prompt
 
 
-def begin_paged(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
     """Return the context by kernels that read pages in place. Arguments are as in `begin_compiled`."""
-    (cos, sin), kv_layers = cos_sin, kv.unbind(0)
+    kv, (cos, sin) = pools.kv, cos_sin
+    kv_layers = kv.unbind(0)
     if config.latent is not None:
         plan = _plan(batch)
+        if config.index is not None:
+            turns, sight = Turns(cos, sin, plan.new_rows), PagedSight.of(plan, batch.num_tokens)
+            return _PagedPicks(config, plan, turns, sight, kv_layers, pools.further[INDEX])
         pieces = LatentPieces.of(batch, config.latent, config.num_heads, kv.itemsize)
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
     prompts = PromptPieces.of(batch, kv, cos.dtype) if set(config.sliding_window) == {None} else None

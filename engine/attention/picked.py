@@ -9,6 +9,7 @@ import torch
 
 from ...kernels.attention.picks import Sight, index_scores, pick, picked
 from ...kernels.products.rotary import apply_rotary_
+from ..checkpoint.model_config import IndexConfig
 from ..rounds.batch import ForwardBatch
 from .context import AttentionContext, CosSin, LayerHeads
 
@@ -36,7 +37,7 @@ class PickedAttention(AttentionContext):
     @classmethod
     def of(
         cls,
-        num_picks: int,
+        index: IndexConfig,
         batch: ForwardBatch,
         cos_sin: CosSin,
         keys: torch.Tensor,
@@ -44,7 +45,7 @@ class PickedAttention(AttentionContext):
     ) -> PickedAttention:
         """Return the attention of a batch. Arguments are as in the fields."""
         sight = Sight.of(batch.block_table, batch.query_lens, batch.seq_lens, batch.tree)
-        return cls(num_picks, sight, cos_sin, keys, seeing)
+        return cls(index.num_picks, sight, cos_sin, keys, seeing)
 
     def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
         keys = self.keys[index]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
 from ...metadata.errors import ConfigError
 from ...metadata.handoff.schema.kv_layout import pool_of
-from ...metadata.wire.node_info import KvPlane, PoolLayout
+from ...metadata.wire.node_info import FurtherPool, KvPlane, PoolLayout
 from ..config import KvDtype
 from .quantization import Quantization
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+INDEX = "index"  # the further pool of index keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +92,25 @@ class LatentConfig:
 class IndexConfig:
     """The indexers of a model with sparse attention (DSA, DeepSeek-V3.2): which tokens a token attends to.
 
-    A layer with an indexer keeps a key per token. Its queries choose the `num_picks` tokens of the best scores. The
-    layers behind it, up to the next one with an indexer, attend to the same tokens."""
+    A layer with an indexer keeps a key per token, in the further pool INDEX. Its queries choose the `num_picks` tokens
+    of the best scores. The layers behind it, up to the next one with an indexer, attend to the same tokens."""
 
     num_heads: int
     head_dim: int
     num_picks: int  # tokens that a token attends to, at most
-    layers: tuple[int, ...]  # that have an indexer of their own
     is_interleaved: bool  # the checkpoint has numbers that are rotated together side by side; else in two halves
+
+
+@dataclass(frozen=True, slots=True)
+class Further:
+    """A pool that a model has beside that of its KV, with the same page numbers. engine/attention/pool_rows.py says how
+    layers reach it."""
+
+    name: str
+    layers: tuple[int, ...]  # of the model, that store something in it, by their place in the pool
+    width: int  # numbers per token of a head
+    num_heads: int = 1  # if there are fewer than ranks, several ranks hold the same head
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: of the model's attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +146,7 @@ class ModelConfig:
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
     index: IndexConfig | None = None  # None: a token attends to all tokens before it
+    further: tuple[Further, ...] = ()  # pools beside that of KV
 
     @property
     def spec_hidden_size(self) -> int:
@@ -169,9 +182,14 @@ class ModelConfig:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
+    def place(self, name: str, layer: int) -> int | None:
+        """Return the index of a layer in the further pool `name`; None: the layer stores nothing in it."""
+        layers = next(each.layers for each in self.further if each.name == name)
+        return layers.index(layer) if layer in layers else None
+
     def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
-        """Return the description of the model's KV pool, for attention in `dtype`. Raises ConfigError for latents in
-        FP8."""
+        """Return the description of the model's KV pool and of those beside it, for attention in `dtype`. Raises
+        ConfigError for latents in FP8."""
         if kv_dtype == "fp8" and self.latent is not None:
             raise ConfigError(
                 f"kv_dtype is fp8, but {self.architecture} has latents in place of keys and values, which are kept in "
@@ -183,12 +201,18 @@ class ModelConfig:
             planes = [KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names]
         else:
             planes = [KvPlane(name, heads, width, dtype) for name in names]
-        return pool_of(self.num_layers, dtype, planes)
+        further = (
+            FurtherPool(
+                each.name, len(each.layers), (KvPlane(each.name, each.num_heads, each.width, each.dtype or dtype),)
+            )
+            for each in self.further
+        )
+        return pool_of(self.num_layers, dtype, planes, tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
         """Return the configuration of `num_layers` prediction layers, each like the model's last one."""
-        index = None if self.index is None else replace(self.index, layers=tuple(range(num_layers)))
-        return replace(self, num_layers=num_layers, sliding_window=(None,) * num_layers, index=index)
+        further = tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
+        return replace(self, num_layers=num_layers, sliding_window=(None,) * num_layers, further=further)
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another
@@ -230,4 +254,4 @@ class ModelConfig:
         of_one = latent.query_rank * index.num_heads * index.head_dim + self.hidden_size * (
             index.head_dim + index.num_heads
         )
-        return of_one * len(index.layers) // self.num_layers
+        return of_one * sum(self.place(INDEX, layer) is not None for layer in range(self.num_layers)) // self.num_layers

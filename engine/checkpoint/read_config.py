@@ -74,6 +74,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         latent=latent,
         has_sinks=family.has_sinks,
         index=None if family.read_index is None else family.read_index(raw),
+        further=() if family.read_further is None else family.read_further(raw),
     )
     if architecture is None:
         refuse_unknown_fields(raw, family)

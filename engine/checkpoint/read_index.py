@@ -5,29 +5,35 @@ from __future__ import annotations
 from typing import Any, cast
 
 from .config_file import ConfigFile
-from .model_config import IndexConfig
+from .model_config import INDEX, Further, IndexConfig
 
 _LETTERS = {"F": "full", "S": "shared"}
 
 
-def read_index(raw: ConfigFile, *, is_interleaved: bool, may_share: bool = False) -> IndexConfig:
-    """Read the widths of the indexers and the layers that have them. `is_interleaved`: what the family means if the
-    file does not say how keys are rotated. `may_share`: some layers may use the picks of a layer before them."""
-    rope_dim, head_dim = raw.integer("qk_rope_head_dim"), raw.integer("index_head_dim")
+def read_index(raw: ConfigFile, *, is_interleaved: bool) -> IndexConfig:
+    """Read the indexers. `is_interleaved`: what the family means if the file does not say how keys are rotated."""
+    rope_dim, head_dim, is_told = (
+        raw.integer("qk_rope_head_dim"),
+        raw.integer("index_head_dim"),
+        "indexer_rope_interleave",
+    )
     if head_dim < rope_dim:
         raise raw.error("index_head_dim", f"is less than qk_rope_head_dim ({rope_dim}), which is rotated")
     if raw.get("q_lora_rank") is None:
         raise raw.error("q_lora_rank", "is not served; indexers read the latent of queries", value="null")
-    types = _types(raw) if may_share else None
     return IndexConfig(
         num_heads=raw.integer("index_n_heads"),
         head_dim=head_dim,
         num_picks=raw.integer("index_topk"),
-        layers=tuple(i for i in range(raw.integer("num_hidden_layers")) if types is None or types[i] == "full"),
-        is_interleaved=is_interleaved
-        if raw.get("indexer_rope_interleave") is None
-        else raw.flag("indexer_rope_interleave"),
+        is_interleaved=is_interleaved if raw.get(is_told) is None else raw.flag(is_told),
     )
+
+
+def read_index_keys(raw: ConfigFile, *, may_share: bool = False) -> tuple[Further, ...]:
+    """Read the pool of index keys. `may_share`: some layers may use the picks of a layer before them, and have none."""
+    types = _types(raw) if may_share else None
+    layers = tuple(i for i in range(raw.integer("num_hidden_layers")) if types is None or types[i] == "full")
+    return (Further(INDEX, layers, raw.integer("index_head_dim")),)
 
 
 def _types(raw: ConfigFile) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checkpoint.model_config import LatentConfig, ModelConfig
+from ..checkpoint.model_config import INDEX, LatentConfig, ModelConfig
 from ..checkpoint.weights import Weights
 from ..layers.decoder import DecoderLayer
 from ..layers.indexer import Indexer
@@ -71,11 +71,12 @@ def _read_indexer(
 ) -> Indexer | None:
     """Return the indexer of a layer, whole on every rank; None if the layer has none."""
     index = config.index
-    if index is None or layer not in index.layers:
+    place = None if index is None else config.place(INDEX, layer)
+    if index is None or place is None:
         return None
     assert latent.query_rank is not None, latent
     return Indexer(
-        index.layers.index(layer),
+        place,
         index,
         latent.rope_dim,
         weights.linear(f"{prefix}.wq_b", index.num_heads * index.head_dim, latent.query_rank, bias=False),

@@ -16,7 +16,7 @@ from ..checkpoint.read_experts import (
     read_qwen3_experts,
     read_v2_experts,
 )
-from ..checkpoint.read_index import read_index
+from ..checkpoint.read_index import read_index, read_index_keys
 from ..checkpoint.read_latent import read_latent
 from .family import ModelFamily
 
@@ -212,6 +212,7 @@ DEEPSEEK_V32 = ModelFamily(
     read_experts=partial(read_latent_experts, scoring="sigmoid"),
     read_latent=read_latent,
     read_index=partial(read_index, is_interleaved=False),
+    read_further=read_index_keys,
     mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
     own_mtp=("model.layers.",),
 )
@@ -237,7 +238,8 @@ GLM_MOE_DSA = ModelFamily(
     fixed={"moe_router_dtype": "float32"},
     read_experts=partial(read_latent_experts, scoring="sigmoid"),
     read_latent=read_latent,
-    read_index=partial(read_index, is_interleaved=True, may_share=True),
+    read_index=partial(read_index, is_interleaved=True),
+    read_further=partial(read_index_keys, may_share=True),
     mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
     own_mtp=("model.layers.",),
 )

@@ -1,4 +1,4 @@
-"""The tokens that a token attends to with sparse attention (DSA, DeepSeek-V3.2): scores of an indexer, and their choice.
+"""Sparse attention (DSA, DeepSeek-V3.2): an indexer scores the tokens that a token sees, and the best are attended to.
 
     score(t, j) = sum over heads h of w[t, h] * relu(q[t, h] . k[j])       float32, heads in order
 

@@ -67,7 +67,7 @@ def paged_index_scores(
     num_parts = max(1, min(most_parts, triton.cdiv(4 * num_sms(q.device), num_tiles)))
     visible = plan.visible
     _scores_kernel[(num_tiles, num_parts)](
-        out, q, weights, keys, plan.block_table, plan.seq_lens, sight.ends, plan.starts, plan.tree_starts, visible,
+        out, q, weights, keys, plan.block_table, sight.ends, plan.starts, plan.tree_starts, visible,
         num_seqs, plan.query_len or 0, tiles_per_seq, tokens.start, tokens.stop, num_slots, plan.block_table.stride(0),
         0 if visible is None else visible.shape[1],
         IS_TREE=visible is not None, HEADS=num_heads, BLOCK_H=max(16, triton.next_power_of_2(num_heads)),
@@ -88,7 +88,6 @@ def _scores_kernel(
     weights_ptr,  # [num_tokens, HEADS] float32
     keys_ptr,  # [num_pages, PAGE_SIZE, HEAD_DIM] of q's dtype
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
-    seq_lens_ptr,  # [num_seqs] int64
     ends_ptr,  # [num_tokens] int32
     starts_ptr,  # [num_seqs + 1] int32; None: query_len tokens in each sequence
     tree_starts_ptr,  # [num_seqs] int64, read if IS_TREE
@@ -167,7 +166,9 @@ def paged_picks(
     assert num == len(tokens) and out.rows.shape[1] == min(num_picks, num_slots), (scores.shape, out.rows.shape)
     assert scores.is_contiguous() and out.rows.is_contiguous() and out.rows.dtype == out.counts.dtype == torch.int64
     wanted = max(1, 2 * num_sms(scores.device) // num)
-    num_splits = min(_MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(num_slots, _BLOCK)))
+    num_splits = min(
+        _MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(num_slots, _BLOCK))
+    )
     digits = torch.empty((_LEVELS, num, num_splits, 256), dtype=torch.int32, device=scores.device)
     above = torch.empty((_LEVELS, num, num_splits), dtype=torch.int32, device=scores.device)
     state = torch.empty((_LEVELS, 2, num), dtype=torch.int64, device=scores.device)

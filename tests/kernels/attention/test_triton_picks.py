@@ -11,7 +11,6 @@ pytest.importorskip("triton")
 
 from attention_case import Case
 
-from baton.kernels.attention.attention import Tree
 from baton.kernels.attention.paged_plan import PagedPlan
 from baton.kernels.attention.picks import PagedSight, PickedRows, Sight, index_scores_ref, pick_ref
 from baton.kernels.attention.triton_picks import paged_index_scores, paged_picks
@@ -30,9 +29,7 @@ def check(case: Case, num_heads: int, num_picks: int, *, ragged: bool = False, p
     if ragged:
         plan = PagedPlan.ragged(case.table, case.lens, case.starts, num_tokens, case.page_size)
     else:
-        plan = PagedPlan.uniform(
-            case.table, case.lens, case.query_lens[0], case.page_size, case.tree, case.positions
-        )
+        plan = PagedPlan.uniform(case.table, case.lens, case.query_lens[0], case.page_size, case.tree, case.positions)
     sight, seen = PagedSight.of(plan, num_tokens), Sight.of(case.table, case.query_lens, case.lens, case.tree)
     assert sight.seqs.tolist() == seen.seqs.tolist()
     expected = index_scores_ref(q, weights, keys.nan_to_num(), seen)
@@ -100,7 +97,8 @@ def test_choices_among_many_slots_and_many_equal_scores(num_picks: int) -> None:
     table = torch.randperm(600)[: 3 * num_slots // page_size].view(3, -1).to(DEVICE)
     lens = torch.tensor([num_slots, 3000, 2777], device=DEVICE)
     plan = PagedPlan.uniform(table, lens, 1, page_size)
-    out = PickedRows(*(torch.zeros(3, *size, dtype=torch.int64, device=DEVICE) for size in ((min(num_picks, num_slots),), ())))
+    rows = torch.zeros(3, min(num_picks, num_slots), dtype=torch.int64, device=DEVICE)
+    out = PickedRows(rows, torch.zeros(3, dtype=torch.int64, device=DEVICE))
     paged_picks(scores, plan, PagedSight.of(plan, 3), range(3), page_size, num_picks, out)
     for row in range(3):
         own = scores[row : row + 1].clone()
