@@ -1,17 +1,17 @@
 """The rows of one forward's tokens in the pools that a model has beside that of its KV.
 
 A family declares a pool by `ModelFamily.read_further`, which returns a `Further` (engine/checkpoint/model_config.py): a
-name, the layers that store something, heads, width and dtype. All else follows: the node allocates the pool, hands it over, caches and
-moves its pages together with those of KV. A layer reaches it through the context of its forward:
+name, the layers that store something, heads, width and dtype. All else follows. The node allocates the pool, hands it
+over, caches its pages and moves them, together with those of KV. A layer reaches it through the context of its forward:
 
     rows = context.further
     rows.store("index", place, keys)            # each new token's row, at its own slot
-    for seq in rows.sequences("index", place):  # what each token sees, in plain torch
-        scores = queries[seq.tokens] @ seq.stored.T ...
+    for seen in rows.sequences("index", place):  # what the tokens of each sequence see, in plain torch
+        scores = queries[seen.tokens] @ seen.stored.T ...
 
-`place` is the layer's index in the pool, which the family gives to the layer (`ModelConfig.place`). A row lies at its
-token's slot: the slot that the token's KV has, too. So a row of a rejected draft is written again before anybody reads
-it. Kernels read `rows.pools` by the block tables of `rows.batches`.
+`place` is the layer's index in the pool, which the family gives to the layer (`ModelConfig.place`). A row lies at the
+slot that the token's KV has. So the row of a rejected draft is written again before anybody reads it. Kernels read
+`rows.pools` by the block tables of `rows.batches`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..handoff.schema.schema import untold_pools
 from ..wire.membership import (
     Drain,
     Flush,
@@ -72,8 +71,7 @@ class RouterLost:
 
 @dataclass(frozen=True, slots=True)
 class RouterRefused:
-    """This node can be paired with no other, or the router is too old for its pools: log the reason and exit with
-    status 1."""
+    """This node can be paired with no other: log the reason and exit with status 1."""
 
     reason: str
 
@@ -187,12 +185,6 @@ class RouterSession:
         if self._is_joined:
             self._abandon(todo, "the router welcomed this node afresh")
         self.protocol = self._known(message.protocol)
-        untold = ", ".join(untold_pools(self._hello.layout, self.protocol))
-        if untold:
-            reason = f"the router speaks protocol {self.protocol}, which cannot name these pools of the model: {untold}"
-            logger.error("this node cannot join: %s; upgrade the router", reason)
-            todo.append(RouterRefused(reason))
-            return
         logger.info("joined router %s, protocol %d", message.router_epoch, self.protocol)
         if message.notice:
             logger.warning("the router says: %s", message.notice)

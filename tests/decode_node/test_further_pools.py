@@ -64,6 +64,15 @@ def test_a_whole_text_recomputed_by_transformers_gives_the_same_tokens(plain: Pl
     assert len(greedy) == 3
 
 
+def test_an_older_router_refuses_the_nodes_by_their_protocols(
+    model: Path, make_pair: Callable[..., NodePair], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    pair = make_pair(model)
+    assert {hello.protocol_min for hello in pair.hellos.values()} == {8}
+    assert "cannot name pools of this model: target.memory 2 layers x (memory: 1 heads x 16 float32)" in caplog.text
+
+
 DRAFTS = {
     "standalone": ({"draft_steps": 4}, "local", (2, 5), 64),
     "eagle": ({"draft_steps": 3}, "zmq", (), PAGE_SIZE),

@@ -25,7 +25,7 @@ import xxhash
 
 from ...errors import ConfigError
 from ...wire.node_info import MAX_FROZEN_LAYERS, FurtherPool, HandoffSchema, PoolLayout, Role, RowField
-from ...wire.protocol import fields_since
+from ...wire.protocol import PROTOCOL_MIN, fields_since
 from ...wire.request import MAX_TOP_LOGPROBS
 from .kv_layout import DTYPE_BYTES, KvLayout, plane_words, planes_of, planes_words
 
@@ -167,11 +167,14 @@ def kv_layouts(schema: HandoffSchema) -> tuple[KvLayout, ...]:
     return tuple(KvLayout.of(pool, schema.page_size) for pool in pools(schema).values())
 
 
-def untold_pools(schema: HandoffSchema, protocol: int) -> list[str]:
-    """Return the pools of which a peer that is addressed in `protocol` does not learn, in words."""
-    if protocol >= fields_since(PoolLayout)["further"]:
-        return []
-    return [f"{name} {pool_words(pool)}" for name, pool in pools(schema).items() if isinstance(pool, FurtherPool)]
+def further_pools(schema: HandoffSchema) -> dict[str, FurtherPool]:
+    """Return the pools beside those of KV, by name."""
+    return {name: pool for name, pool in pools(schema).items() if isinstance(pool, FurtherPool)}
+
+
+def needed_protocol(schema: HandoffSchema) -> int:
+    """Return the oldest protocol in which peers learn of all pools."""
+    return fields_since(PoolLayout)["further"] if further_pools(schema) else PROTOCOL_MIN
 
 
 def page_bytes(schema: HandoffSchema) -> int:

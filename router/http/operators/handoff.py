@@ -13,11 +13,11 @@ from ....metadata.handoff.schema.schema import (
     RowKind,
     blocks_per_page,
     field_bytes,
+    further_pools,
     handoff_bytes,
     layer_words,
     page_bytes,
     pool_words,
-    pools,
     row_bytes,
 )
 from ....metadata.wire.node_info import FurtherPool, HandoffSchema, PoolLayout, RowField
@@ -95,7 +95,7 @@ def _page_words(schema: HandoffSchema) -> list[str]:
     if schema.key_lookahead:
         following = "one" if schema.key_lookahead == 1 else str(schema.key_lookahead)
         key += f" and the next {following}, on which draft KV depends"
-    further = {name: pool for name, pool in pools(schema).items() if isinstance(pool, FurtherPool)}
+    further = further_pools(schema)
     of_all = " of all pools" if further else " of both" if schema.draft else ""
     num_blocks = blocks_per_page(schema)
     checksums = f"{num_blocks} checksums ({schema.checksum})" if num_blocks else "no checksum"

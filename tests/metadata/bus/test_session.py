@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 from patience import until
 from ports import bind_again
 
@@ -18,7 +17,7 @@ from baton.metadata.bus.liveness import HeartbeatThread
 from baton.metadata.bus.session import PROVEN_S, Joined, RouterChanged, RouterLost, RouterRefused, RouterSession
 from baton.metadata.wire.membership import Hello, HelloAgain, Proven, Refusal, RouterHeartbeat, TokenizerFile, Welcome
 from baton.metadata.wire.messages import Cancel, ToRouter
-from baton.metadata.wire.node_info import FurtherPool, KvPlane, Load
+from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 
 FILE = TokenizerFile("digest", b"data")
@@ -61,9 +60,7 @@ class Node:
 @pytest.fixture
 def hello(sample: Any) -> Hello:
     lowest, highest = PROTOCOL_MIN, PROTOCOL_MAX
-    said = sample(Hello, node_id="node", epoch="1", protocol_min=lowest, protocol_max=highest, protocol=lowest)
-    target = replace(said.layout.target, further=())
-    return replace(said, layout=replace(said.layout, target=target, draft=None))
+    return sample(Hello, node_id="node", epoch="1", protocol_min=lowest, protocol_max=highest, protocol=lowest)
 
 
 @pytest.fixture
@@ -281,19 +278,6 @@ def test_refusal_carries_the_reason(node: Node) -> None:
     reason = "page_size is 16 here and 32 there"
     assert node.take(Refusal(router_epoch="a", reason=reason)) == [RouterRefused(reason)]
     assert node.hellos() == 1  # only the first
-
-
-def test_a_router_that_cannot_be_told_of_a_pool_of_the_model_is_refused_in_words(hello: Hello) -> None:
-    index = FurtherPool("index", 2, (KvPlane("index", num_heads=1, head_dim=64, dtype="bfloat16"),))
-    layout = replace(hello.layout, target=replace(hello.layout.target, further=(index,)))
-    node = Node(replace(hello, layout=layout))
-    [refused] = node.take(Welcome(router_epoch="a", protocol=7, need_tokenizer=True))
-    assert refused == RouterRefused(
-        "the router speaks protocol 7, which cannot name these pools of the model: "
-        "target.index 2 layers x (index: 1 heads x 64 bfloat16)"
-    )
-    assert not node.session.is_joined
-    assert node.take(welcome()) == [Joined("a", PROTOCOL_MAX)], "a newer router is joined"
 
 
 def test_a_refusal_changes_nothing_else(joined: Node) -> None:

@@ -22,14 +22,15 @@ from baton.metadata.handoff.schema.schema import (
     handoff_bytes,
     kv_layouts,
     make_schema,
+    needed_protocol,
     on_gpu,
     page_bytes,
     pools,
     row_bytes,
-    untold_pools,
     wire_name,
 )
 from baton.metadata.wire.node_info import MAX_FROZEN_LAYERS, FurtherPool, HandoffSchema, KvPlane, PoolLayout, RowField
+from baton.metadata.wire.protocol import PROTOCOL_MIN
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS
 
 TARGET = PoolLayout(num_layers=8, num_kv_heads=4, head_dim=32, dtype="float32")
@@ -128,10 +129,10 @@ def test_unlike_further_pools_are_a_difference_that_names_the_pool():
     assert digest(here) != digest(there) != digest(make_schema(TARGET))
 
 
-def test_a_peer_that_cannot_be_told_of_a_pool_is_known_by_its_protocol():
-    schema = make_schema(with_index(TARGET, 3))
-    assert untold_pools(schema, 8) == [] == untold_pools(make_schema(TARGET), 4)
-    assert untold_pools(schema, 7) == ["target.index 3 layers x (index: 1 heads x 24 bfloat16)"]
+def test_a_further_pool_needs_a_protocol_that_can_name_it():
+    assert needed_protocol(make_schema(TARGET, DRAFT, 16, "standalone")) == PROTOCOL_MIN
+    assert needed_protocol(make_schema(with_index(TARGET, 3))) == 8
+    assert needed_protocol(make_schema(TARGET, with_index(DRAFT, 1), 16, "standalone")) == 8
 
 
 def test_a_schema_has_no_speculation_by_default():
