@@ -1,4 +1,4 @@
-"""Models with indexers (DSA), with their prediction layer, between two nodes: the text does not depend on drafts, chunks,
+"""Models with indexers (DSA), with their prediction layer, between two nodes: the text does not depend on drafts, on
 hits, preemptions, moves, ranks or the place of a prompt. One of the models has layers that share picks.
 
 What one node computes equals transformers: tests/engine/models/test_odd_shapes.py."""
