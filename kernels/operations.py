@@ -85,7 +85,6 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "expanded_attention": (_triton("attention.triton_expanded"),),
         # picks.py
         "index_scores": (_numba("attention.numba_picks"),),
-        "pick": (),
         "paged_index_scores": (_triton("attention.triton_picks"),),
         "paged_picks": (_triton("attention.triton_picks"),),
         # history.py

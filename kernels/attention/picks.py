@@ -70,7 +70,7 @@ def index_scores_ref(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor,
     return out.masked_fill_(~sight.seen, float("-inf"))
 
 
-def pick_ref(scores: torch.Tensor, num_picks: int) -> torch.Tensor:
+def pick(scores: torch.Tensor, num_picks: int) -> torch.Tensor:
     """Return the slots that each token takes, [num_tokens, min(num_picks, num_slots)] int32, in ascending order; -1
     behind the last one. `scores` is [num_tokens, num_slots] float32. A slot of score -inf or NaN is not taken."""
     num_tokens, num_slots = scores.shape
@@ -96,7 +96,6 @@ def picked(picks: torch.Tensor, num_slots: int) -> torch.Tensor:
 
 
 index_scores = Operation("index_scores", index_scores_ref)
-pick = Operation("pick", pick_ref)
 
 
 class PagedSight(NamedTuple):

@@ -160,7 +160,7 @@ def paged_picks(
     num_picks: int,
     out: PickedRows,
 ) -> None:
-    """Write the rows of `pick_ref` of `tokens`, whose scores [len(tokens), num_slots] float32 `paged_index_scores`
+    """Write the rows of `pick` of `tokens`, whose scores [len(tokens), num_slots] float32 `paged_index_scores`
     returned, to their places in `out`."""
     num, num_slots = scores.shape
     assert num == len(tokens) and out.rows.shape[1] == min(num_picks, num_slots), (scores.shape, out.rows.shape)

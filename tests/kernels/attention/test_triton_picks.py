@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from attention_case import Case
 
 from baton.kernels.attention.paged_plan import PagedPlan
-from baton.kernels.attention.picks import PagedSight, PickedRows, Sight, index_scores_ref, pick_ref
+from baton.kernels.attention.picks import PagedSight, PickedRows, Sight, index_scores_ref, pick
 from baton.kernels.attention.triton_picks import paged_index_scores, paged_picks
 
 HEAD_DIM = 24
@@ -50,7 +50,7 @@ def check(case: Case, num_heads: int, num_picks: int, *, ragged: bool = False, p
         for i, token in enumerate(tokens):
             own = scores[i : i + 1].clone()
             own[:, int(sight.ends[token]) :] = float("-inf")
-            picks = [slot for slot in pick_ref(own, num_picks)[0].tolist() if slot >= 0]
+            picks = [slot for slot in pick(own, num_picks)[0].tolist() if slot >= 0]
             table = case.table[seen.seqs[token]].tolist()
             rows = [table[slot // case.page_size] * case.page_size + slot % case.page_size for slot in picks]
             assert out.counts[token] == len(rows)
@@ -103,6 +103,6 @@ def test_choices_among_many_slots_and_many_equal_scores(num_picks: int) -> None:
     for row in range(3):
         own = scores[row : row + 1].clone()
         own[:, int(lens[row]) :] = float("-inf")
-        picks = torch.tensor([slot for slot in pick_ref(own, num_picks)[0].tolist() if slot >= 0], device=DEVICE)
+        picks = torch.tensor([slot for slot in pick(own, num_picks)[0].tolist() if slot >= 0], device=DEVICE)
         assert out.counts[row] == len(picks)
         assert torch.equal(out.rows[row, : len(picks)], table[row, picks // page_size] * page_size + picks % page_size)
