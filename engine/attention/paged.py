@@ -17,7 +17,7 @@ from ...kernels.attention.latents import (
 )
 from ...kernels.attention.paged_plan import PagedPlan, decode_attention, extend_attention, norm_rotate_store
 from ...kernels.attention.picks import PagedSight, PickedRows, paged_index_scores, paged_picks
-from ..checkpoint.model_config import INDEX, ModelConfig
+from ..checkpoint.model_config import INDEX, IndexConfig, ModelConfig
 from ..rounds.batch import ForwardBatch
 from ..state.model_pools import ModelPools
 from .context import AttentionContext, CosSin, LayerHeads
@@ -41,6 +41,12 @@ def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
     prompts = PromptPieces.of(batch, kv, cos.dtype) if set(config.sliding_window) == {None} else None
     return _PagedAttention(config, _plan(batch), prompts, kv_layers, cos, sin)
+
+
+def longest_rehearsal(index: IndexConfig, num_tokens: int) -> int:
+    """Return how many tokens a chunk of `num_tokens` sees when its picks need most working memory: more do not add to
+    it."""
+    return max(index.num_picks, _SCORE_BYTES // (4 * num_tokens)) + num_tokens
 
 
 def paged_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
