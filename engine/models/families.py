@@ -16,8 +16,7 @@ from ..checkpoint.read_experts import (
     read_qwen3_experts,
     read_v2_experts,
 )
-from ..checkpoint.read_index import read_index, read_index_keys
-from ..checkpoint.read_latent import read_latent
+from ..checkpoint.read_latent import read_index, read_index_keys, read_latent
 from .family import ModelFamily
 
 _SUMS = ("head_dim", "qk_head_dim")  # of widths that are read

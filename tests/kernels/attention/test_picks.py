@@ -1,16 +1,14 @@
-"""The choice of tokens by index scores: the specification against plain Python, and the CPU's kernel against it."""
+"""The choice of tokens by index scores, against plain Python."""
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 import torch
 
-from baton.kernels import operations
 from baton.kernels.attention.attention import Tree
-from baton.kernels.attention.picks import Sight, index_scores, index_scores_ref, pick, picked
+from baton.kernels.attention.picks import Sight, pick, picked
 
 PAGE_SIZE = 4
 
@@ -60,19 +58,3 @@ def test_a_node_of_a_tree_sees_its_ancestors() -> None:
         own = sight.seen[3 * seq : 3 * seq + 3]
         assert own[:, :start].all() and torch.equal(own[:, start : start + 3], visible[:3])
         assert not own[:, start + 3 :].any()
-
-
-@pytest.mark.skipif(not operations.is_installed("numba"), reason="needs numba")
-def test_a_score_does_not_depend_on_the_forward_it_is_computed_in() -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(60, 1, 1, PAGE_SIZE, 24, generator=generator)
-    q, weights = torch.randn(30, 5, 24, generator=generator), torch.randn(30, 5, generator=generator)
-    whole = sight_of([30], [37])
-    keys[whole.block_table[0, -1], :, :, 37 % PAGE_SIZE :] = float("nan")  # beyond the sequence
-    scores = index_scores(q, weights, keys, whole)
-    torch.testing.assert_close(scores, index_scores_ref(q, weights, keys, whole), rtol=1e-5, atol=1e-5)
-    assert torch.equal(scores > float("-inf"), whole.seen)
-    for start, stop in itertools.pairwise([0, 1, 8, 30]):
-        part = Sight.of(whole.block_table, [stop - start], torch.tensor([7 + stop]))
-        found = index_scores(q[start:stop], weights[start:stop], keys, part)
-        assert torch.equal(found, scores[start:stop, : 7 + stop])
