@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -37,7 +37,7 @@ from .checkpoint.hub import name_of
 from .checkpoint.made_checkpoint import FILES
 from .checkpoint.model_card import read_card
 from .checkpoint.model_check import longest_context, resolve_model
-from .checkpoint.model_config import ModelConfig
+from .checkpoint.model_config import VALUES, ModelConfig
 from .checkpoint.quantization import chosen
 from .checkpoint.read_config import read_model_config
 from .config import SHARING, EngineConfig
@@ -225,12 +225,14 @@ class Engine:
             self.device_pool = CudaPool(self._pools, self.memory, has_checksums=self._config.checksums)
         else:
             self._pools = [torch.from_numpy(memory.pages) for memory in self.memory]
-        values = [_values(pool, layout) for pool, layout in zip(self._pools, layouts, strict=True)]
-        named = dict(zip(pools(self.schema), values, strict=True))
-        self.target_pools = _of_owner(named, "target")
-        self.draft_pools = None if self.schema.draft is None else _of_owner(named, "draft")
+        self.target_pools, self.draft_pools = self._by_owner(map(_values, self._pools, layouts))
         self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
+
+    def _by_owner(self, tensors: Iterable[torch.Tensor]) -> tuple[ModelPools, ModelPools | None]:
+        """Return the pools of target and draft, given all in the order of the schema."""
+        named = dict(zip(pools(self.schema), tensors, strict=True))
+        return _of_owner(named, "target"), None if self.schema.draft is None else _of_owner(named, "draft")
 
     def warm_up(self, chunk_tokens: int) -> None:
         """Run steps and a chunk, on CUDA by the drafter too, so that no request pays for first calls, and no node falls
@@ -296,9 +298,13 @@ class Engine:
             q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)
             prompt_attention.prompt_attention(q, k, v, num_seqs)
         if history.serves(self.device, dtype, config.head_dim):
-            layout = kv_layouts(self.schema)[0].part_of(self.shard)
-            page = qkv.new_zeros((layout.num_layers, 1, layout.page_layer_bytes), dtype=torch.uint8)
-            history.plan(num_tokens, config.num_heads, _values(page, layout)[0], dtype)
+            layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
+            pages = (
+                qkv.new_zeros((layout.num_layers, 1, layout.page_layer_bytes), dtype=torch.uint8) for layout in layouts
+            )
+            page = self._by_owner(map(_values, pages, layouts))[0]
+            values = None if page.values is None else page.values[0]
+            history.plan(num_tokens, config.num_heads, page.kv[0], dtype, values)
 
     def _warm_up_history(self, num_tokens: int, pages: list[int]) -> None:
         """On CUDA, run chunks behind the histories that need most working memory. The pool need not hold the histories:
@@ -377,7 +383,7 @@ class Engine:
 
     @property
     def kvs(self) -> tuple[torch.Tensor, ...]:
-        """All pools of target and draft, in the order of the schema."""
+        """All pools of target and draft."""
         return self.target_pools.all + (() if self.draft_pools is None else self.draft_pools.all)
 
     @property
@@ -521,7 +527,7 @@ def _values(pool: torch.Tensor, layout: KvLayout) -> torch.Tensor:
 def _of_owner(named: Mapping[str, torch.Tensor], owner: str) -> ModelPools:
     """Return the pools of target or draft, given all by the names of the schema."""
     further = {name.removeprefix(f"{owner}."): pool for name, pool in named.items() if name.startswith(f"{owner}.")}
-    return ModelPools(named[owner], further)
+    return ModelPools(named[owner], values=further.pop(VALUES, None), further=further)
 
 
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_nodes: int = 1) -> int:

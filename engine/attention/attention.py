@@ -15,7 +15,8 @@ numbers over them, and the copy of pages behind which a chunk stands returns the
 
 Rotary position embeddings (`RotaryEmbedding`) are the same for all layers. The pair (i, i + head_dim / 2) of a head at
 position p is rotated by the angle p * inv_freq[i]. The scaling variants change `inv_freq`, and yarn also scales the
-result: default and linear (RoFormer, arXiv:2104.09864), yarn (arXiv:2309.00071), llama3 (as published with Llama 3.1).
+result: default and linear (RoFormer, arXiv:2104.09864), yarn (arXiv:2309.00071), llama3 (as published with Llama 3.1),
+proportional (as published with Gemma 4).
 None depends on the length of a sequence.
 """
 
@@ -68,15 +69,16 @@ def _begin(
     pools: ModelPools,
     dtype: torch.dtype,
 ) -> AttentionContext:
-    """Return the context that stores KV and attends."""
+    """Return the context over the pool of KV, and that of values if they have one."""
     if isinstance(batch, JointBatch):
         first, second = (_begin(config, rotary, part, pools, dtype) for part in (batch.first, batch.second))
         return first.joined(second, batch.first.num_tokens)
     if batch.attention is not None:
         return batch.attention(config, rotary)
-    kv, num_planes = pools.kv, 2 if config.latent is None else 1
+    kv, num_planes = pools.kv, 2 if config.latent is None and config.value_dim is None else 1
     shape = (config.num_layers, num_planes, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
+    assert (None if pools.values is None else pools.values.shape[5]) == config.value_dim, config.value_dim
     if batch.num_tokens == 0:
         context: AttentionContext = IdleAttention(config.q_size)
     else:
@@ -94,8 +96,9 @@ def begin_queries(batch: ForwardBatch, kv: torch.Tensor, dtype: torch.dtype) -> 
 
 def _begin_compiled(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
     """Return the context by kernels that read pages in place, or over gathered pages if a sequence has many new
-    tokens. Arguments are as in `begin_attention`."""
-    if batch.tree is None and max(batch.query_lens) > _MAX_COMPILED_QUERY_LEN:
+    tokens, or values are narrower than keys. Arguments are as in `begin_attention`."""
+    is_long = batch.tree is None and max(batch.query_lens) > _MAX_COMPILED_QUERY_LEN
+    if is_long or pools.values is not None:
         return _begin_gathered(config, batch, pools, cos_sin)
     rows = PagedRows.build(cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree)
     kv = pools.kv.numpy()
@@ -112,7 +115,9 @@ def _begin_gathered(config: ModelConfig, batch: ForwardBatch, pools: ModelPools,
     kv = pools.kv
     plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, cos_sin[0].dtype, kv.shape[2])
     clear_fresh_pages(kv, plan)
-    context = _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
+    if pools.values is not None:
+        clear_fresh_pages(pools.values, plan)
+    context = _GatheredAttention(config, plan, kv.unbind(0), pools.value_layers, *cos_sin)
     if config.index is None:
         return context
     keys = pools.further[INDEX]
@@ -148,6 +153,9 @@ class _GatheredAttention(AttentionContext):
     config: ModelConfig
     plan: AttentionPlan
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, num_planes, num_kv_heads, page_size, head_dim]
+    values: (
+        tuple[torch.Tensor, ...] | None
+    )  # each [num_pages, 1, num_kv_heads, page_size, value_dim]; None: in kv_layers
     cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
     sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
 
@@ -161,8 +169,15 @@ class _GatheredAttention(AttentionContext):
             k.copy_(rms_norm(k, norms.k, config.rms_norm_eps))
         apply_rotary_(qkv[:, :num_rotated, config.head_dim - config.rotated_size :], self.cos, self.sin)
         kv_layer = self.kv_layers[heads.layer]
-        store_kv(qkv[:, num_heads:], kv_layer, self.plan)
-        out = paged_attention(q, kv_layer, self.plan, heads.window, config.softmax_scale, sinks=heads.sinks)
+        if self.values is None:
+            values = None
+            store_kv(qkv[:, num_heads:], kv_layer, self.plan)
+        else:
+            values = self.values[heads.layer]
+            store_kv(qkv[:, num_heads:num_rotated], kv_layer, self.plan)
+            store_kv(qkv[:, num_rotated:, : values.shape[-1]], values, self.plan)
+        scale, sinks = config.softmax_scale, heads.sinks
+        out = paged_attention(q, kv_layer, self.plan, heads.window, scale, sinks=sinks, values=values)
         return out.reshape(num_tokens, -1)
 
 
@@ -194,6 +209,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _llama3(rope, inv_freq)
         case "yarn":
             return _yarn(rope, inv_freq, head_dim)
+        case "proportional":
+            inv_freq[int(rope.share * head_dim // 2) :] = 0.0
+            return inv_freq / rope.factor
 
 
 def query_scales(rope: RopeConfig, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,8 @@ from ...metadata.errors import ModelError
 
 TEXT, HEAD_LAYER = _INNER = ("text_config", "transformer_layer_config")
 _TEXT_TYPES = {  # model_type of a model with images: that of its text model, if the file does not say
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",
@@ -58,8 +60,10 @@ class Fields:
         return self._sections[key]
 
     def sections(self) -> Iterator[Fields]:
-        """Yield the objects that `section` returned."""
-        yield from self._sections.values()
+        """Yield the objects that `section` returned, and those inside them."""
+        for section in self._sections.values():
+            yield section
+            yield from section.sections()
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
         """Give fields that are absent these values."""

@@ -18,7 +18,7 @@ from .model_files import safetensors_files
 from .read_config import read_model_config
 
 _EARLY = ("hc_mult", "hands_over_collapsed")  # fields with defaults that the digests of all releases hold
-_LATE_ROPE = ("query_beta",)  # fields of `rope` that the digests of early releases lack
+_LATE_ROPE = ("query_beta", "share")  # fields of `rope` that the digests of early releases lack
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from ...metadata.handoff.schema.hidden_layout import HiddenDtype
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "proportional")
 INDEX = "index"  # the further pool of index keys
+WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class RopeConfig:
 
     rope_type: RopeType = "default"
     theta: float = 10_000.0
-    factor: float = 1.0  # linear, llama3, yarn: how far the context was stretched
+    factor: float = 1.0  # linear, llama3, yarn, proportional: how far the context was stretched
     original_context_len: int = 0  # llama3, yarn, query_beta: tokens of context before stretching
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 1.0  # llama3
@@ -38,6 +39,7 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the borders between the two to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies cosines and sines
     query_beta: float = 0.0  # every type: how much queries behind the original context grow; 0: not at all
+    share: float = 1.0  # proportional: the first pairs of a head, which are rotated
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -49,6 +51,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
+VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
 Scoring = Literal["softmax", "sigmoid"]  # how a router makes scores of its product
 
 
@@ -102,6 +105,26 @@ class IndexConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4Config:
+    """Parts that only Gemma 4 has."""
+
+    num_shared_layers: int  # the last layers, which read the KV of the last one of their kind before
+    has_wide_shared_mlp: bool  # their feed-forward layers have twice the hidden units
+    values_are_keys: bool  # of layers without a window: values are keys before their norm and rotation
+    input_size: int  # numbers that each layer gets for each token, beside the residual stream; 0: none
+    input_vocab_size: int  # of the table of these numbers
+
+
+@dataclass(frozen=True, slots=True)
+class WindowConfig:
+    """The layers with a window, if they differ from those without one."""
+
+    rope: RopeConfig
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class Further:
     """A pool that a model has beside that of its KV, with the same page numbers. engine/attention/pool_rows.py says how
     layers reach it."""
@@ -146,7 +169,13 @@ class ModelConfig:
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
     index: IndexConfig | None = None  # None: a token attends to all tokens before it
+    norm_offset: float | None = None  # norms multiply in float32, by weight + this; None: in the model's dtype
+    score_scale: float | None = None  # of scores, which the weights of the queries' norm hold; None: by head_dim
+    window: WindowConfig | None = None  # None: layers with a window are as the others
+    gemma4: Gemma4Config | None = None
+    softcap: float | None = None  # logits are cap * tanh(logits / cap)
     further: tuple[Further, ...] = ()  # pools beside that of KV
+    value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
 
     @property
     def spec_hidden_size(self) -> int:
@@ -182,6 +211,48 @@ class ModelConfig:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
+    @property
+    def num_shared_layers(self) -> int:
+        """Number of the last layers, which read the KV of the last one of their kind before."""
+        return 0 if self.gemma4 is None else self.gemma4.num_shared_layers
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of queries that makes `softmax_scale` that of the scores."""
+        return 1.0 if self.score_scale is None else self.score_scale / self.softmax_scale
+
+    @property
+    def has_window_pool(self) -> bool:
+        """Whether the KV of layers with a window has a pool of its own, because their heads are others."""
+        window = self.window
+        return window is not None and (window.num_kv_heads, window.head_dim) != (self.num_kv_heads, self.head_dim)
+
+    def by_window(self) -> tuple[ModelConfig, ModelConfig]:
+        """Return the configurations by which attention computes layers that see all positions, and those with a
+        window. Each has the layers of its pool."""
+        window = self.window
+        assert window is not None, "all layers are alike"
+        sizes = [len(self._stored(is_windowed=each)) for each in (False, True)]
+        plain = replace(self, window=None, gemma4=None)
+        unbounded = replace(plain, num_layers=sizes[0], sliding_window=(None,) * sizes[0])
+        windows = (max(filter(None, self.sliding_window), default=None),) * sizes[1]
+        heads = {"num_kv_heads": window.num_kv_heads, "head_dim": window.head_dim}
+        return unbounded, replace(plain, num_layers=sizes[1], sliding_window=windows, rope=window.rope, **heads)
+
+    def kv_place(self, layer: int) -> int:
+        """Return the index of a layer's KV in its pool: of its own, or of that which it shares."""
+        stored = self._stored(is_windowed=self.sliding_window[layer] is not None)
+        return stored.index(layer) if layer in stored else len(stored) - 1
+
+    def _stored(self, *, is_windowed: bool) -> list[int]:
+        """Return the layers that have KV of their own in the pool of such layers."""
+        stored = range(self.num_layers - self.num_shared_layers)
+        return [
+            each
+            for each in stored
+            if not self.has_window_pool or (self.sliding_window[each] is not None) == is_windowed
+        ]
+
     def place(self, name: str, layer: int) -> int | None:
         """Return the index of a layer in the further pool `name`; None: the layer stores nothing in it."""
         layers = next(each.layers for each in self.further if each.name == name)
@@ -189,25 +260,35 @@ class ModelConfig:
 
     def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
         """Return the description of the model's KV pool and of those beside it, for attention in `dtype`. Raises
-        ConfigError for latents in FP8."""
-        if kv_dtype == "fp8" and self.latent is not None:
+        ConfigError for latents or narrow values in FP8."""
+        if kv_dtype == "fp8" and (self.latent is not None or self.value_dim is not None):
+            what = "latents for keys and values" if self.latent is not None else "values narrower than keys"
             raise ConfigError(
-                f"kv_dtype is fp8, but {self.architecture} has latents in place of keys and values, which are kept in "
-                "the model's type; use --kv-dtype auto"
+                f"kv_dtype is fp8, but {self.architecture} has {what}, which are kept in the model's type; use "
+                "--kv-dtype auto"
             )
-        names = ("k", "v") if self.latent is None else ("latent",)
-        heads, width = self.num_kv_heads, self.head_dim
-        if kv_dtype == "fp8":
-            planes = [KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names]
-        else:
-            planes = [KvPlane(name, heads, width, dtype) for name in names]
-        further = (
+        names = ("latent",) if self.latent is not None else ("k", "v") if self.value_dim is None else ("k",)
+
+        def planes(config: ModelConfig) -> tuple[KvPlane, ...]:
+            heads, width = config.num_kv_heads, config.head_dim
+            if kv_dtype == "fp8":
+                return tuple(KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names)
+            return tuple(KvPlane(name, heads, width, dtype) for name in names)
+
+        further = [
             FurtherPool(
                 each.name, len(each.layers), (KvPlane(each.name, each.num_heads, each.width, each.dtype or dtype),)
             )
             for each in self.further
-        )
-        return pool_of(self.num_layers, dtype, planes, tuple(further))
+        ]
+        kinds = self.by_window() if self.has_window_pool else (self,)
+        further += [FurtherPool(WINDOW_POOL, kind.num_layers, planes(kind)) for kind in kinds[1:]]
+        if self.value_dim is not None:
+            further += [
+                FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),))
+                for name, kind in zip((VALUES, WINDOW_VALUES), kinds, strict=False)
+            ]
+        return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
         """Return the configuration of `num_layers` prediction layers, each like the model's last one."""

@@ -11,8 +11,8 @@ from published_configs import PUBLISHED, write_config
 
 from baton.engine.checkpoint.config_file import ConfigFile
 from baton.engine.checkpoint.model_config import Further, ModelConfig
+from baton.engine.checkpoint.read_attention import read_latent
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.engine.checkpoint.read_latent import read_latent
 from baton.metadata.errors import ModelError
 
 

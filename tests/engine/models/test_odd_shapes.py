@@ -14,6 +14,7 @@ import pytest
 import torch
 from index_picks import recorded_picks
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
+from model_pools import pools_of
 from node_pair import node_pairs, params
 from own_mtp import with_mtp
 from safetensors.torch import load_file
@@ -23,9 +24,7 @@ from ties import Reference
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
-from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 NUM_PAGES = 90
 TOLERANCE = 1e-4
@@ -110,6 +109,44 @@ SHAPES = {
     "ministral3": Shape(
         "ministral3", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "num_hidden_layers": 3}
     ),
+    "gemma3": Shape("gemma3_text", {"num_attention_heads": 6, "hidden_size": 96, "head_dim": 20}),
+    "gemma3-one-key-head": Shape(
+        "gemma3_text",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "num_hidden_layers": 7,
+            "layer_types": None,  # every sixth has no window
+            "sliding_window": 21,
+        },
+    ),
+    "gemma4-inputs-and-shared-keys": Shape(
+        "gemma4_text",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "hidden_size": 96,
+            "num_hidden_layers": 7,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]
+            + ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-values-are-keys": Shape(
+        "gemma4_text",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 40,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": None,
+        },
+    ),
     "ministral3-tied-window": Shape(
         "ministral3",
         {
@@ -155,19 +192,14 @@ def forward(model: Path, ids: Sequence[int], chunks: Sequence[int]) -> tuple[tor
     picks of each indexer."""
     config = read_model_config(model)
     loaded = load_model(model, config, torch.float32, "cpu")
-    pool = config.pool("float32")
-    kv, *others = (
-        torch.full(KvLayout.of(each, PAGE_SIZE).stacked_shape(NUM_PAGES), float("nan"))
-        for each in (pool, *pool.further)
-    )
-    pools = ModelPools(kv, {each.name: other for each, other in zip(config.further, others, strict=True)})
+    pools = pools_of(config, PAGE_SIZE, NUM_PAGES, float("nan"))
     pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), NUM_PAGES - 10), 0, []
     with recorded_picks() as record:
         for num in chunks:
             batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
             logits.append(loaded.logits(loaded.forward(batch, pools)))
             position += num
-    return torch.cat(logits), record.of_layers(len(config.further[0].layers)) if config.further else []
+    return torch.cat(logits), record.of_layers(len(config.further[0].layers)) if config.index else []
 
 
 def test_logits_equal_transformers(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reading of the multi-head latent attention that config.json describes, and of its indexers. Imports no torch."""
+"""Reading of the attention that config.json describes: latents, indexers, what only Gemma 4 has. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import Any, cast
 
 from .config_file import ConfigFile
-from .model_config import INDEX, Further, IndexConfig, LatentConfig
+from .model_config import INDEX, Further, Gemma4Config, IndexConfig, LatentConfig
 
 _LETTERS = {"F": "full", "S": "shared"}  # of index_topk_pattern
 
@@ -30,6 +30,17 @@ def read_latent(raw: ConfigFile) -> LatentConfig:
         is_interleaved=raw.get("rope_interleave") is None or raw.flag("rope_interleave"),
         scale=(plain_dim + rope_dim) ** -0.5 * _score_factor(raw),
     )
+
+
+def _score_factor(raw: ConfigFile) -> float:
+    """Return the factor by which a stretched context scales the scores of attention."""
+    fields = raw.section("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
+    weight = fields.get("mscale_all_dim")
+    if not weight or (fields.get("rope_type") or fields.get("type") or "default") == "default":
+        return 1.0
+    factor = fields.number("factor")
+    scale = 1.0 if factor <= 1 else 0.1 * fields.number("mscale_all_dim") * math.log(factor) + 1.0
+    return scale * scale
 
 
 def read_index(raw: ConfigFile, *, is_interleaved: bool) -> IndexConfig:
@@ -58,17 +69,6 @@ def read_index_keys(raw: ConfigFile, *, may_share: bool = False) -> tuple[Furthe
     return (Further(INDEX, layers, raw.integer("index_head_dim")),)
 
 
-def _score_factor(raw: ConfigFile) -> float:
-    """Return the factor by which a stretched context scales the scores of attention."""
-    fields = raw.section("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
-    weight = fields.get("mscale_all_dim")
-    if not weight or (fields.get("rope_type") or fields.get("type") or "default") == "default":
-        return 1.0
-    factor = fields.number("factor")
-    scale = 1.0 if factor <= 1 else 0.1 * fields.number("mscale_all_dim") * math.log(factor) + 1.0
-    return scale * scale
-
-
 def _index_types(raw: ConfigFile) -> list[str]:
     """Return the kind of each layer: listed, as a pattern of letters, or every so many layers."""
     num_layers = raw.integer("num_hidden_layers")
@@ -85,3 +85,40 @@ def _index_types(raw: ConfigFile) -> list[str]:
     if types[0] != "full":
         raise raw.error(key, "lets the first layer share picks, but no layer before it has any")
     return types
+
+
+def read_gemma4(raw: ConfigFile) -> Gemma4Config:
+    """Read the parts beside the heads."""
+    layer_types, num_shared = raw.get("layer_types"), raw.integer("num_kv_shared_layers", 0, minimum=0)
+    if not isinstance(layer_types, list) or cast(list[Any], layer_types)[-1:] != ["full_attention"]:
+        raise raw.error("layer_types", "must be a list whose last layer is full_attention")
+    if num_shared and set(layer_types[:-num_shared]) != set(cast(list[Any], layer_types)):
+        raise raw.error("num_kv_shared_layers", "leaves no layer of some kind in layer_types with KV of its own")
+    if raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # images are not served
+        raise raw.error("use_bidirectional_attention", "is not served; null and 'vision' are")
+    if raw.flag("enable_moe_block"):
+        raise raw.error("enable_moe_block", "is not served; use a checkpoint without experts")
+    return Gemma4Config(
+        num_shared_layers=num_shared,
+        has_wide_shared_mlp=raw.flag("use_double_wide_mlp"),
+        values_are_keys=raw.flag("attention_k_eq_v"),
+        input_size=raw.integer("hidden_size_per_layer_input", 0, minimum=0),
+        input_vocab_size=raw.integer("vocab_size_per_layer_input"),
+    )
+
+
+def global_heads(raw: ConfigFile, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Return the number of KV heads and the width of a head in layers without a window, of two spellings. The arguments
+    are those of layers with a window."""
+    by_layer = raw.section("per_layer_config")
+    if not raw.get("per_layer_config"):
+        own = raw.integer("num_global_key_value_heads", num_kv_heads)
+        return own if raw.flag("attention_k_eq_v") else num_kv_heads, raw.integer("global_head_dim", 512)
+    kinds = cast(list[Any], raw.get("layer_types"))
+    unbounded = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    names = {int(name): name for name in by_layer.unread() if name.isdecimal()}  # such as 05
+    layers = [by_layer.section(names.get(layer, str(layer))) for layer in unbounded]
+    found = {(each.integer("num_key_value_heads", num_kv_heads), each.integer("head_dim", head_dim)) for each in layers}
+    if by_layer.unread() or len(found) > 1:
+        raise raw.error("per_layer_config", "is not served: layers without a window, and these alone, must be alike")
+    return found.pop()
