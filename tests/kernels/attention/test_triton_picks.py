@@ -3,8 +3,11 @@ interpreter."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from compile_kernels import SHARED_BYTES, shared_bytes
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
@@ -19,7 +22,7 @@ HEAD_DIM = 24
 
 
 def check(case: Case, num_heads: int, num_picks: int, *, ragged: bool = False, piece: int = 7) -> None:
-    """Compare scores bit for bit where a token sees a slot, or nearly, and picks exactly, given the scores."""
+    """Compare scores where a token may see a slot, and picks exactly, given the scores."""
     generator = torch.Generator().manual_seed(num_picks)
     keys = case.kv[:, :1, :1].contiguous()
     num_tokens = sum(case.query_lens)
@@ -106,3 +109,58 @@ def test_choices_among_many_slots_and_many_equal_scores(num_picks: int) -> None:
         picks = torch.tensor([slot for slot in pick(own, num_picks)[0].tolist() if slot >= 0], device=DEVICE)
         assert out.counts[row] == len(picks)
         assert torch.equal(out.rows[row, : len(picks)], table[row, picks // page_size] * page_size + picks % page_size)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
+def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
+    """Compiled for a GPU of compute capability 9.0, for the sizes of DeepSeek-V3.2 and GLM-5."""
+    found = shared_bytes("picks", tmp_path)
+    assert len(found) == 14 and max(found.values()) <= SHARED_BYTES, found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_a_graph_holds_scores_and_picks() -> None:
+    """Captured once; replayed for other lengths, pages and numbers, which it reads on the device."""
+    num_seqs, query_len, num_slots, page_size, num_heads, num_picks = 3, 2, 4096, 16, 64, 700
+    table = torch.zeros(num_seqs, num_slots // page_size, dtype=torch.int64, device=DEVICE)
+    keys = torch.zeros(num_seqs * num_slots // page_size, 1, 1, page_size, 128, dtype=torch.bfloat16, device=DEVICE)
+    q = torch.zeros(num_seqs * query_len, num_heads, 128, dtype=torch.bfloat16, device=DEVICE)
+    weights = torch.zeros(num_seqs * query_len, num_heads, device=DEVICE)
+    lens = torch.zeros(num_seqs, dtype=torch.int64, device=DEVICE)
+
+    def fill(seed: int, seq_lens: list[int]) -> None:
+        torch.manual_seed(seed)
+        table.copy_(torch.randperm(len(keys), device=DEVICE).view(num_seqs, -1))
+        lens.copy_(torch.tensor(seq_lens))
+        for each in (keys, q, weights):
+            each.normal_()
+
+    def forward() -> tuple[torch.Tensor, PickedRows, PagedSight]:
+        plan = PagedPlan.uniform(table, lens, query_len, page_size)
+        sight, tokens = PagedSight.of(plan, len(q)), range(len(q))
+        scores = paged_index_scores(q, weights, keys, plan, sight, tokens)
+        rows = torch.empty(len(q), num_picks, dtype=torch.int64, device=DEVICE)
+        out = PickedRows(rows, torch.empty(len(q), dtype=torch.int64, device=DEVICE))
+        paged_picks(scores, plan, sight, tokens, page_size, num_picks, out)
+        return scores, out, sight
+
+    fill(0, [4096, 1000, 3])
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        forward()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scores, out, sight = forward()
+    for seed, seq_lens in enumerate(([17, 4096, 2500], [2, 700, 701], [4096, 4096, 4096])):
+        fill(seed, seq_lens)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = index_scores_ref(q, weights, keys, Sight.of(table, [query_len] * num_seqs, lens))
+        for token, end in enumerate(sight.ends.tolist()):
+            torch.testing.assert_close(scores[token, :end], expected[token, :end], atol=5e-2, rtol=2e-2)
+            slots = pick(scores[token : token + 1, :end].contiguous(), num_picks)[0].long()
+            rows = table[token // query_len, slots // page_size] * page_size + slots % page_size
+            assert out.counts[token] == len(slots) and torch.equal(out.rows[token, : len(slots)], rows)

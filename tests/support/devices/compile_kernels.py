@@ -118,7 +118,7 @@ def _latents() -> None:
 
 
 def _picks() -> None:
-    from baton.kernels.attention import triton_picks
+    from baton.kernels.attention import triton_latents, triton_picks
 
     types = _TYPES | {"weights": "*fp32", "out": "*fp32", "ends": "*i32", "seqs": "*i32", "scores": "*fp32"}
     types |= {"digits": "*i32", "above": "*i32", "state": "*i64", "counts": "*i64"}
@@ -129,6 +129,10 @@ def _picks() -> None:
         constants |= {} if name == "prompt" else {"starts_ptr": None}
         launch = {"num_warps": 4, "num_stages": 3}
         print(f"scores {name}", compiled_bytes(triton_picks._scores_kernel, constants, types, **launch))
+    attends = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512, "BLOCK_R": 64, "GROUP": 128, "PAGE_SIZE": 1}
+    attends |= {"BLOCK_M": 64, "BLOCK_N": 32, "IS_TREE": False, "HAS_HIDDEN": False, "DEPENDENT": True}
+    attends |= {"KEYS_FIRST": False, "tree_starts_ptr": None, "visible_ptr": None}
+    print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
     for splits in (1, 64):
         for level in range(4):
             constants = {"LEVEL": level, "SPLITS": splits, "BLOCK": 1024}
