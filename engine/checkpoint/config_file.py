@@ -70,6 +70,10 @@ class Fields:
         for key, value in defaults.items():
             self._fields.setdefault(key, value)
 
+    def replace(self, fields: Mapping[str, Any]) -> None:
+        """Give fields these values, whatever they have."""
+        self._fields.update(fields)
+
     def unread(self) -> dict[str, Any]:
         """Return the fields that nobody asked for."""
         return {key: value for key, value in self._fields.items() if key not in self._asked}

@@ -122,6 +122,7 @@ class WindowConfig:
     rope: RopeConfig
     num_kv_heads: int
     head_dim: int
+    has_pool: bool  # of its own, because its heads are others: in the whole model, whatever a rank has of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,7 @@ class ModelConfig:
     gemma4: Gemma4Config | None = None
     softcap: float | None = None  # logits are cap * tanh(logits / cap)
     further: tuple[Further, ...] = ()  # pools beside that of KV
+    value_scale: float = 1.0  # by which values are multiplied
     value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
 
     @property
@@ -223,9 +225,8 @@ class ModelConfig:
 
     @property
     def has_window_pool(self) -> bool:
-        """Whether the KV of layers with a window has a pool of its own, because their heads are others."""
-        window = self.window
-        return window is not None and (window.num_kv_heads, window.head_dim) != (self.num_kv_heads, self.head_dim)
+        """Whether the KV of layers with a window has a pool of its own."""
+        return self.window is not None and self.window.has_pool
 
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a

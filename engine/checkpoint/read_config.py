@@ -42,6 +42,8 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     family = _family(raw, architecture)
     if architecture is None and raw.model_type in family.text_types:
         raw.fill(CLASS_DEFAULTS.get(raw.model_type, {}))
+    if family.respell is not None:
+        family.respell(raw)
     _check_supported(raw, family)
     raw.integer("num_nextn_predict_layers", 0, minimum=0)  # a drafter is chosen by it, without a check
     num_heads = raw.integer("num_attention_heads")
@@ -51,10 +53,11 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         num_kv_heads, head_dim = _heads(raw, num_heads, hidden_size)
     else:
         num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
-    window = _window(raw, family, num_kv_heads, head_dim)
+    of_window = family.window_head_factor * num_kv_heads, head_dim
     gemma4 = None if family.read_gemma4 is None else family.read_gemma4(raw)
     if gemma4 is not None:
         num_kv_heads, head_dim = global_heads(raw, num_kv_heads, head_dim)
+    window = _window(raw, family, of_window, has_pool=of_window != (num_kv_heads, head_dim))
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
     config = ModelConfig(
@@ -92,6 +95,8 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         window=window,
         gemma4=gemma4,
         softcap=_softcap(raw, family),
+        value_scale=1.0 if family.value_dim is None else raw.number("attention_value_scale", 1.0),
+        value_dim=None if family.value_dim is None else family.value_dim(raw, head_dim),
         further=() if family.read_further is None else family.read_further(raw),
     )
     if architecture is None:
@@ -155,14 +160,14 @@ def _score_scale(raw: ConfigFile, family: ModelFamily) -> float | None:
     return raw.number(scale) ** -0.5 if isinstance(scale, str) else scale
 
 
-def _window(raw: ConfigFile, family: ModelFamily, num_kv_heads: int, head_dim: int) -> WindowConfig | None:
-    """Return the layers with a window; None: they are as the others."""
+def _window(raw: ConfigFile, family: ModelFamily, heads: tuple[int, int], *, has_pool: bool) -> WindowConfig | None:
+    """Return the layers with a window; None: they are as the others. `heads`: number and width of their KV heads."""
     if family.window_theta is None:
         return None
     fields = raw.section("rope_parameters").section("sliding_attention")
     if not fields.has("rope_theta"):
-        fields.fill({"rope_theta": raw.number("rope_local_base_freq", family.window_theta)})
-    return WindowConfig(_rotation(raw, family, fields), num_kv_heads, head_dim)
+        fields.fill({"rope_theta": raw.number(family.window_theta_name, family.window_theta)})
+    return WindowConfig(_rotation(raw, family, fields), *heads, has_pool)
 
 
 def _rope_fields(raw: ConfigFile, family: ModelFamily) -> Fields:

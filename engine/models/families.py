@@ -17,6 +17,7 @@ from ..checkpoint.read_experts import (
     read_qwen3_experts,
     read_v2_experts,
 )
+from ..checkpoint.read_mimo import respell_mimo, value_dim
 from .family import ModelFamily
 
 _SUMS = ("head_dim", "qk_head_dim")  # of widths that are read
@@ -179,6 +180,26 @@ GEMMA4 = ModelFamily(
     read_gemma4=read_gemma4,
     own_mtp=(),
 )
+MIMO_V2_FLASH = ModelFamily(
+    architecture="MiMoV2FlashForCausalLM",
+    model_type="mimo_v2_flash",
+    reader="mimo.read_mimo",
+    text_types=("mimo_v2_flash",),
+    has_out_bias=False,
+    has_sinks=True,
+    rotary_share=0.334,
+    window="by_type",
+    window_theta=10_000.0,
+    window_theta_name="swa_rope_theta",
+    window_head_factor=2,
+    respell=respell_mimo,
+    value_dim=value_dim,
+    needs=("num_key_value_heads", "head_dim", "v_head_dim", "norm_topk_prob", "attention_value_scale"),
+    inert=("attention_chunk_size",),
+    fixed={"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True},
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    own_mtp=("model.mtp.",),
+)
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -300,6 +321,7 @@ FAMILIES = {
         GPT_OSS,
         GEMMA3,
         GEMMA4,
+        MIMO_V2_FLASH,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,

@@ -32,6 +32,7 @@ class ModelFamily:
     has_wide_norms: bool = False
     has_sinks: bool = False
     norm_offset: float | None = None  # added to weights of norms, which multiply in float32; None: neither
+    window_theta_name: str = "rope_local_base_freq"  # the field beside the rotary settings that has it
     window_theta: float | None = None  # of rotary embeddings in layers with a window; None: as in the others
     score_scale: float | Literal["query_pre_attn_scalar"] | None = None  # a key of config.json: 1 / sqrt of its value
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
@@ -48,6 +49,9 @@ class ModelFamily:
     read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own
     read_index: Callable[[ConfigFile], IndexConfig] | None = None  # None: it has no indexers
     read_gemma4: Callable[[ConfigFile], Gemma4Config] | None = None
+    respell: Callable[[ConfigFile], None] | None = None  # renames fields of published files
+    value_dim: Callable[[ConfigFile, int], int | None] | None = None  # of a value, by that of a key; None: as wide
+    window_head_factor: int = 1  # KV heads of layers with a window, by those of the others
     read_further: Callable[[ConfigFile], tuple[Further, ...]] | None = None  # None: it has no pool beside that of KV
     mtp_layer_reader: str | None = None  # as `reader`, for a prediction layer; None: as Llama's
     own_mtp: tuple[str, ...] = ("model.layers.", "model.mtp_layers.")  # prediction layers in its checkpoints begin so

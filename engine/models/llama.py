@@ -105,7 +105,7 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
             weights.ranks.shard(split),
             weights.ranks.group,
         )
-    sinks = _sinks(config, weights, prefix, weights.ranks.shard(split)) if config.has_sinks else None
+    sinks = read_sinks(config, weights, f"{prefix}.sinks", weights.ranks.shard(split)) if config.has_sinks else None
     return Attention(
         index,
         weights.fused(sizes, in_size, bias=config.qkv_bias, split=split, orders=orders),
@@ -119,9 +119,9 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
     )
 
 
-def _sinks(config: ModelConfig, weights: Weights, prefix: str, shard: WeightShard | None) -> Tensor:
+def read_sinks(config: ModelConfig, weights: Weights, name: str, shard: WeightShard | None) -> Tensor:
     """Read the sinks of this rank's query heads."""
-    sinks = weights.tensor(f"{prefix}.sinks", config.num_heads, dtype=torch.float32)
+    sinks = weights.tensor(name, config.num_heads, dtype=torch.float32)
     return sinks if shard is None else shard.take(sinks, 0).clone()
 
 

@@ -147,6 +147,10 @@ SHAPES = {
             "final_logit_softcapping": None,
         },
     ),
+    "mimo": Shape(
+        "mimo_v2_flash",
+        {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96, "head_dim": 36, "v_head_dim": 10},
+    ),
     "ministral3-tied-window": Shape(
         "ministral3",
         {

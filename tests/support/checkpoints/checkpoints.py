@@ -51,6 +51,7 @@ _CLASS_NAMES = {
     "deepseek_v32": "DeepseekV32",
     "gemma3_text": "Gemma3",
     "gemma4_text": "Gemma4",
+    "mimo_v2_flash": "MiMoV2Flash",
 }
 FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
     "mistral": {"sliding_window": None},
@@ -144,10 +145,26 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
+    "mimo_v2_flash": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.334},
+        },
+    },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-_BIASED = ("gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")  # families whose biases and sinks are spread
+# families whose biases and sinks are spread
+_BIASED = ("gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
 _NORMED = {
     "gemma3_text": {"norm.weight": 0.3},
     "gemma4_text": {"norm.weight": 1.0, "layer_scalar": 1.0},
@@ -179,7 +196,7 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     if family == "hyper_llama":
         _add_streams(path, hc_mult, seed)
     if family in _BIASED:
-        _spread(path, seed, {"bias": 0.3, "sinks": 2.0})
+        _spread(path, seed, {"sink_bias": 2.0, "bias": 0.3, "sinks": 2.0})
     if family in _NORMED:
         _spread(path, seed, _NORMED[family])
     (path / "tokenizer.json").write_text(_tokenizer())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.model_config import VALUES, ModelConfig
 from baton.engine.state.model_pools import ModelPools
 from baton.metadata.handoff.schema.kv_layout import KvLayout, planes_of, pool_of
 from baton.metadata.wire.node_info import KvPlane
@@ -24,4 +24,6 @@ def pools_of(
 
     described = config.pool(name)
     further = {each.name: pool(each.num_layers, each.planes) for each in described.further}
-    return ModelPools(pool(described.num_layers, planes_of(described)), further)
+    return ModelPools(
+        pool(described.num_layers, planes_of(described)), values=further.pop(VALUES, None), further=further
+    )
