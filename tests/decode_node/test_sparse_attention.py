@@ -70,7 +70,7 @@ def test_output_is_that_of_speculation_off(name: str, plain: Plain, make_pair: C
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    thinned([(1, 2), (2, 1), (3, 1), (1, 3), (1, "dp"), ("dp", "dp")], lambda _, prefill, decode: decode == 3),
+    thinned([(1, 2), (2, 1), (3, 1), (1, 3), (1, "dp"), ("dp", "dp")], lambda *_: False),
 )
 def test_ranks_of_any_number_pick_the_same(
     prefill: Any, decode: Any, plain: Plain, make_pair: Callable[..., NodePair]
