@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..checkpoint.read_attention import read_gemma4, read_index, read_index_keys, read_latent
+from ..checkpoint.read_attention import (
+    read_gemma4,
+    read_index,
+    read_index_keys,
+    read_latent,
+    respell_mimo,
+    value_dim,
+)
 from ..checkpoint.read_experts import (
     read_glm_experts,
     read_gpt_oss_experts,
@@ -17,7 +24,6 @@ from ..checkpoint.read_experts import (
     read_qwen3_experts,
     read_v2_experts,
 )
-from ..checkpoint.read_mimo import respell_mimo, value_dim
 from .family import ModelFamily
 
 _SUMS = ("head_dim", "qk_head_dim")  # of widths that are read
@@ -183,7 +189,7 @@ GEMMA4 = ModelFamily(
 MIMO_V2_FLASH = ModelFamily(
     architecture="MiMoV2FlashForCausalLM",
     model_type="mimo_v2_flash",
-    reader="mimo.read_mimo",
+    reader="gpt_oss.read_mimo",
     text_types=("mimo_v2_flash",),
     has_out_bias=False,
     has_sinks=True,

@@ -26,12 +26,15 @@ SMALL, LARGE = PUBLISHED["Gemma-3-1B"], PUBLISHED["Gemma-3-27B"]
 def test_published_files_are_read(tmp_path: Path) -> None:
     small = read_model_config(write_config(tmp_path, SMALL))
     assert small.sliding_window == ((512,) * 5 + (None,)) * 4 + (512,) * 2
-    assert (small.rope, small.window) == (RopeConfig(theta=1e6), WindowConfig(RopeConfig(theta=1e4), 1, 256))
+    assert (small.rope, small.window) == (
+        RopeConfig(theta=1e6),
+        WindowConfig(RopeConfig(theta=1e4), 1, 256, has_pool=False),
+    )
     assert (small.tie_word_embeddings, small.query_factor, small.eos_token_ids) == (True, 1.0, (1, 106))
     large = read_model_config(write_config(tmp_path, LARGE))
     assert (large.rope, large.window) == (
         RopeConfig("linear", 1e6, 8.0),
-        WindowConfig(RopeConfig(theta=1e4), 16, 128),
+        WindowConfig(RopeConfig(theta=1e4), 16, 128, has_pool=False),
     )
     assert not large.has_window_pool
     assert (large.vocab_size, large.context_len, large.tie_word_embeddings) == (262208, 131072, True)

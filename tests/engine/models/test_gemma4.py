@@ -29,7 +29,7 @@ SMALL, LARGE = PUBLISHED["Gemma-4-E2B"], PUBLISHED["Gemma-4-31B"]
 def test_published_files_are_read(tmp_path: Path) -> None:
     small = read_model_config(write_config(tmp_path, SMALL))
     assert small.gemma4 == Gemma4Config(20, True, False, 256, 262144)
-    assert small.window == WindowConfig(RopeConfig(theta=1e4), 1, 256)
+    assert small.window == WindowConfig(RopeConfig(theta=1e4), 1, 256, has_pool=True)
     assert (small.num_kv_heads, small.head_dim) == (1, 512)
     assert small.rope == RopeConfig("proportional", 1e6, share=0.25)
     assert (small.softcap, small.score_scale, small.tie_word_embeddings) == (30.0, 1.0, True)
@@ -37,7 +37,7 @@ def test_published_files_are_read(tmp_path: Path) -> None:
     assert large.window is not None
     assert large.gemma4 == Gemma4Config(0, False, True, 0, 262144)
     assert (large.num_kv_heads, large.head_dim) == (4, 512)
-    assert large.window == WindowConfig(RopeConfig(theta=1e4), 16, 256)
+    assert large.window == WindowConfig(RopeConfig(theta=1e4), 16, 256, has_pool=True)
     check_shares(large, 8, "gemma")
     with pytest.raises(ConfigError, match="gemma has 3 KV heads, which 2 ranks cannot share"):
         check_shares(replace(large, window=replace(large.window, num_kv_heads=3)), 2, "gemma")
