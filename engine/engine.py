@@ -30,6 +30,7 @@ from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
 from .attention.context import AttentionContext
 from .attention.latent_pieces import is_faster, piece_size
+from .attention.paged import longest_rehearsal
 from .background import begin
 from .checkpoint.fingerprint import fingerprint, fingerprint_of
 from .checkpoint.hub import name_of
@@ -312,7 +313,10 @@ class Engine:
         config, num_seqs = self._ranks.own(self.model_config), 1
         if not self.captures:
             return
-        if config.latent is not None:
+        if config.index is not None:
+            num_before = min(context_len, longest_rehearsal(config.index, num_tokens)) - num_tokens
+            takes = num_before > 0
+        elif config.latent is not None:
             most = piece_size(config.latent, config.num_heads, self.kv.itemsize) + page_size
             num_seqs = -(-most // context_len)
             num_tokens = num_tokens // num_seqs

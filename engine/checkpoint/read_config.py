@@ -89,6 +89,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         has_wide_norms=family.has_wide_norms,
         latent=latent,
         has_sinks=family.has_sinks,
+        index=None if family.read_index is None else family.read_index(raw),
         norm_offset=family.norm_offset,
         score_scale=_score_scale(raw, family),
         window=window,
@@ -297,25 +298,29 @@ def _sliding_window(raw: ConfigFile, family: ModelFamily) -> tuple[int | None, .
     if family.window == "by_type":
         period = raw.integer("sliding_window_pattern", 6)  # the last layer of a period has no window
         kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(num_layers)]
-        return _by_layer_types(raw, kinds if layer_types is None else layer_types, window, num_layers)
+        return _by_layer_types(raw, family, kinds if layer_types is None else layer_types, window)
     if family.window == "by_layer":
         window = window if raw.flag("use_sliding_window") else None
         first = raw.integer("max_window_layers", 28, minimum=0)
         windows = tuple(window if layer >= first else None for layer in range(num_layers))
-        return windows if layer_types is None else _by_layer_types(raw, layer_types, window, num_layers)
+        return windows if layer_types is None else _by_layer_types(raw, family, layer_types, window)
     if family.window == "refused" and window is not None:
         raise raw.error("sliding_window", f"is not served for {family.architecture}; set it to null if it is not meant")
     windows = (window,) * num_layers
-    if layer_types is not None and _by_layer_types(raw, layer_types, window, num_layers) != windows:
+    if layer_types is not None and _by_layer_types(raw, family, layer_types, window) != windows:
         raise raw.error("layer_types", f"is not served for {family.architecture}: all layers must be alike")
     return windows
 
 
-def _by_layer_types(raw: ConfigFile, layer_types: Any, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+def _by_layer_types(
+    raw: ConfigFile, family: ModelFamily, layer_types: Any, window: int | None
+) -> tuple[int | None, ...]:
+    num_layers = raw.integer("num_hidden_layers")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise raw.error("layer_types", f"must list {num_layers} layers")
-    if any(layer_type not in ("full_attention", "sliding_attention") for layer_type in layer_types):
-        raise raw.error("layer_types", "is not served; full_attention and sliding_attention are")
+    served = ("full_attention", "sliding_attention") if family.read_index is None else ("indexed_attention",)
+    if any(layer_type not in served for layer_type in layer_types):
+        raise raw.error("layer_types", f"is not served; {' and '.join(served)} {'is' if len(served) == 1 else 'are'}")
     if "sliding_attention" in layer_types and window is None:
         raise raw.error("layer_types", "has sliding_attention but no sliding window is switched on")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
