@@ -32,11 +32,11 @@ class _Enough(Exception):
 
 
 def shared_bytes(name: str, cache: Path) -> dict[str, int]:
-    """Compile a group of kernels in another process, for compute capability 9.0. Return the shared memory of each. Also
-    called where there is no GPU."""
+    """Compile a group of kernels in another process, for compute capability 9.0, or several, named with spaces between.
+    Return the shared memory of each. Also called where there is no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, __file__, name]
+    command = [sys.executable, __file__, *name.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return {line.rpartition(" ")[0]: int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
@@ -304,4 +304,6 @@ if __name__ == "__main__":
     if not IS_WHOLE:
         _end_when_bytes_are_known()
     groups = {"latents": _latents, "picks": _picks, "fp8": _fp8, "routes": _routes, "experts": _experts}
-    (groups | {"fp8_pages": _fp8_pages})[sys.argv[1]]()
+    groups |= {"fp8_pages": _fp8_pages}
+    for group in sys.argv[1:]:
+        groups[group]()

@@ -284,6 +284,17 @@ def spied(drafter: Any) -> Iterator[SpyLog]:
         setattr(drafter, name, inner)
 
 
+def plain_texts(
+    model: Path, prompts: Sequence[Sequence[int]], asked: Callable[[int], SamplingParams], num_tokens: int
+) -> dict[int, list[int]]:
+    """Return each prompt with the tokens after it, by its index, computed without drafts."""
+    solo = Solo(model, speculative="ngram")
+    return {
+        index: [*prompt, *solo.run(solo.start(prompt, asked(index)), num_tokens, 0)]
+        for index, prompt in enumerate(prompts)
+    }
+
+
 def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int, int], bool]) -> None:
     """Make drafters propose the right token if `is_told(seed, position)`. Random drafters are almost never right.
 
