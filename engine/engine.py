@@ -96,6 +96,8 @@ class Engine:
         self.model_config = read_target(self.model_dir, config)
         self.device = choose_device(config.device)
         self.kind = kind_of(self.device)
+        if self.device.type == "cuda" and (untried := self.model_config.untried_on_gpu):
+            raise ConfigError(f"{untried} has not run on a GPU yet, and {self.model_dir} needs it; use --device cpu")
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)

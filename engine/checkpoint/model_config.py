@@ -194,6 +194,15 @@ class ModelConfig:
         return self.hidden_size if self.hands_over_collapsed else self.spec_hidden_size
 
     @property
+    def untried_on_gpu(self) -> str | None:
+        """What of this model needs kernels that have not run on a GPU yet, in words; None if nothing does."""
+        if self.index is not None:
+            return "attention to the tokens that an indexer picks"
+        if self.value_dim is not None:
+            return "attention with values narrower than keys"
+        return "attention with heads of more than 256 numbers" if self.latent is None and self.head_dim > 256 else None
+
+    @property
     def q_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim
