@@ -171,10 +171,10 @@ class GroupSteps:
             wait([self.board.socket.fileno()])
         self.board.wake()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no rank has anything to finish. Asking says that this one has not."""
-        return self.board.finish()
+    def finish(self, *, is_idle: bool) -> bool:
+        """Say whether this rank has nothing left to do. Return whether the group is over, because none has. A request
+        that comes to a rank after that moves to another node."""
+        return self.board.finish(is_idle=is_idle)
 
     def join(self) -> bool:
         """Run the next step without work of this rank, if another rank waits for it. Return whether one did."""
