@@ -96,10 +96,9 @@ class Engine:
         self.model_config = read_target(self.model_dir, config)
         self.device = choose_device(config.device)
         self.kind = kind_of(self.device)
-        if self.device.type == "cuda" and (untried := self.model_config.untried_on_gpu):
-            raise ConfigError(f"{untried} has not run on a GPU yet, and {self.model_dir} needs it; use --device cpu")
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
+        _check_tried(self.device, self.model_config, self.speculation.draft)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
         self.context_len = longest_context(config, self.model_config)
@@ -503,6 +502,13 @@ def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, specul
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
     target = model.pool(dtype, config.kv_dtype)
     return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
+
+
+def _check_tried(device: torch.device, *configs: ModelConfig | None) -> None:
+    """Raise ConfigError if target or draft need kernels that have not run on a GPU."""
+    for config in configs if device.type == "cuda" else ():
+        if config is not None and (untried := config.untried_on_gpu):
+            raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
 
 
 def _check_size(num_pages: int) -> None:

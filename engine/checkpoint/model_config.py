@@ -251,8 +251,10 @@ class ModelConfig:
 
     def kv_place(self, layer: int) -> int:
         """Return the index of a layer's KV in its pool: of its own, or of that which it shares."""
-        stored = self._stored(is_windowed=self.sliding_window[layer] is not None)
-        return stored.index(layer) if layer in stored else len(stored) - 1
+        is_windowed = self.sliding_window[layer] is not None
+        stored = self._stored(is_windowed=is_windowed)
+        alike = [each for each in stored if (self.sliding_window[each] is not None) == is_windowed]
+        return stored.index(layer if layer in stored else alike[-1])
 
     def _stored(self, *, is_windowed: bool) -> list[int]:
         """Return the layers that have KV of their own in the pool of such layers."""

@@ -102,6 +102,10 @@ def read_gemma4(raw: ConfigFile) -> Gemma4Config:
         raise raw.error("use_bidirectional_attention", "is not served; null and 'vision' are")
     if raw.flag("enable_moe_block"):
         raise raw.error("enable_moe_block", "is not served; use a checkpoint without experts")
+    if not raw.get("rope_parameters"):
+        raise raw.error("rope_parameters", "is not served; write those of full_attention and sliding_attention into it")
+    if raw.integer("vocab_size_per_layer_input") < raw.integer("vocab_size"):
+        raise raw.error("vocab_size_per_layer_input", f"is less than vocab_size ({raw.integer('vocab_size')})")
     return Gemma4Config(
         num_shared_layers=num_shared,
         has_wide_shared_mlp=raw.flag("use_double_wide_mlp"),

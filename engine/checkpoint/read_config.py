@@ -57,6 +57,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     gemma4 = None if family.read_gemma4 is None else family.read_gemma4(raw)
     if gemma4 is not None:
         num_kv_heads, head_dim = global_heads(raw, num_kv_heads, head_dim)
+        _check_heads(raw, num_heads, num_global_key_value_heads=num_kv_heads, global_head_dim=head_dim)
     window = _window(raw, family, of_window, has_pool=of_window != (num_kv_heads, head_dim))
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
@@ -99,20 +100,38 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         value_dim=None if family.value_dim is None else family.value_dim(raw, head_dim),
         further=() if family.read_further is None else family.read_further(raw),
     )
+    _check_blocks(raw, config)
     if architecture is None:
         refuse_unknown_fields(raw, family)
     return config
+
+
+def _check_blocks(raw: ConfigFile, config: ModelConfig) -> None:
+    """Refuse a head whose rotated rows, which are put into another order, would leave their block of 128 rows."""
+    is_in_blocks = config.quantization is not None and config.quantization.weight_scale == "blocks"
+    if is_in_blocks and config.rotary_dim and 128 % config.head_dim and config.head_dim % 128:
+        raise raw.error(
+            "quantization_config",
+            f"scales blocks of 128 rows, which heads of {config.head_dim} numbers cut; use a checkpoint in 16 bits",
+            value="fp8",
+        )
 
 
 def _heads(raw: ConfigFile, num_heads: int, hidden_size: int) -> tuple[int, int]:
     """Return the number of KV heads and the width of a head."""
     num_kv_heads = raw.integer("num_key_value_heads", num_heads)
     head_dim = raw.integer("head_dim", hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise raw.error("num_key_value_heads", f"does not divide num_attention_heads ({num_heads})")
-    if head_dim % 2:
-        raise raw.error("head_dim", "is odd, and rotary embeddings turn pairs", value=head_dim)
+    _check_heads(raw, num_heads, num_key_value_heads=num_kv_heads, head_dim=head_dim)
     return num_kv_heads, head_dim
+
+
+def _check_heads(raw: ConfigFile, num_heads: int, **fields: int) -> None:
+    """Check the number of KV heads and the width of a head, which are given by the names of their fields."""
+    (number, num_kv_heads), (width, head_dim) = fields.items()
+    if num_heads % num_kv_heads:
+        raise raw.error(number, f"does not divide num_attention_heads ({num_heads})", value=num_kv_heads)
+    if head_dim % 2:
+        raise raw.error(width, "is odd, and rotary embeddings turn pairs", value=head_dim)
 
 
 def _family(raw: ConfigFile, architecture: str | None) -> ModelFamily:
@@ -165,6 +184,9 @@ def _window(raw: ConfigFile, family: ModelFamily, heads: tuple[int, int], *, has
     if family.window_theta is None:
         return None
     fields = raw.section("rope_parameters").section("sliding_attention")
+    share, other = fields.get("partial_rotary_factor"), _partial(raw, _rope_fields(raw, family))
+    if family.rotary_share is not None and share not in (None, other):
+        raise fields.error("partial_rotary_factor", f"is not served; that of full_attention ({other}) is", value=share)
     if not fields.has("rope_theta"):
         fields.fill({"rope_theta": raw.number(family.window_theta_name, family.window_theta)})
     return WindowConfig(_rotation(raw, family, fields), *heads, has_pool)

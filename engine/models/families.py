@@ -265,6 +265,7 @@ DEEPSEEK_V32 = ModelFamily(
         *_LATENT_WIDTHS,
         *_INDEX_NEEDS,
         "first_k_dense_replace|mlp_layer_types",
+        "n_shared_experts",
         "norm_topk_prob",
         "routed_scaling_factor",
     ),

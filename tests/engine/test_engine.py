@@ -72,7 +72,10 @@ def test_settings_that_cannot_work_are_refused_before_the_model_loads(
     ("family", "says"),
     [
         ("deepseek_v32", "attention to the tokens that an indexer picks has not run on a GPU yet"),
-        ("mimo_v2_flash", "values narrower than keys has not run on a GPU yet, and .* needs it; use --device cpu"),
+        (
+            "mimo_v2_flash",
+            "MiMoV2Flash.*: attention with values narrower than keys has not run on a GPU yet; use --device cpu",
+        ),
     ],
 )
 def test_a_model_whose_kernels_no_gpu_has_run_is_refused_on_one(
