@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.deploy.doctor import reach as tried
 from baton.deploy.doctor.reach import Reached, reach
 from baton.deploy.plan import free_port
 from baton.metadata.bus.allow_list import ROUTER, add_line, line_of
@@ -15,6 +16,12 @@ from baton.metadata.bus.curve import KeyPair
 from baton.metadata.bus.hub import Hub
 
 Start = Callable[[KeyPair | None], str]
+
+
+@pytest.fixture(autouse=True)
+def is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer for a handshake than a person waits."""
+    monkeypatch.setattr(tried, "_CONNECT_S", 60.0)
 
 
 @pytest.fixture
