@@ -74,9 +74,7 @@ class _PagedAttention(AttentionContext):
     plan: PagedPlan
     prompts: PromptPieces | None
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
-    values: (
-        tuple[torch.Tensor, ...] | None
-    )  # each [num_pages, 1, num_kv_heads, page_size, value_dim]; None: in kv_layers
+    values: tuple[torch.Tensor, ...] | None  # [num_pages, 1, num_kv_heads, page_size, value_dim]; None: beside keys
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
 

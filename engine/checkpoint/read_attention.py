@@ -49,11 +49,8 @@ def _score_factor(raw: ConfigFile) -> float:
 
 def read_index(raw: ConfigFile, *, is_interleaved: bool) -> IndexConfig:
     """Read the indexers. `is_interleaved`: what the family means if the file does not say how keys are rotated."""
-    rope_dim, head_dim, is_told = (
-        raw.integer("qk_rope_head_dim"),
-        raw.integer("index_head_dim"),
-        "indexer_rope_interleave",
-    )
+    rope_dim, head_dim = raw.integer("qk_rope_head_dim"), raw.integer("index_head_dim")
+    is_told = "indexer_rope_interleave"
     if head_dim < rope_dim:
         raise raw.error("index_head_dim", f"is less than qk_rope_head_dim ({rope_dim}), which is rotated")
     if raw.get("q_lora_rank") is None:
