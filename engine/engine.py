@@ -481,7 +481,7 @@ class Engine:
             pool[:, target].copy_(pool[:, source])
 
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """What the target's pools hold of slots `sources` into slots `targets`, as `move_slots_ref_`."""
+        """Copy slots `sources` into slots `targets` in every pool of the target, as `move_slots_ref_` does in one."""
         for pool in self.target_pools.all:
             move_slots_(pool, block_table, sources, targets)
 

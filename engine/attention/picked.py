@@ -24,8 +24,8 @@ def rotate_index_(q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin) -> None:
 
 @dataclass(slots=True, eq=False)
 class PickedAttention(AttentionContext):
-    """The attention of a forward whose tokens see what the last layer with an indexer picked. With few tokens it is the
-    same: all are picked."""
+    """Attention to the tokens that the last layer with an indexer picked. If there are no more tokens than picks, all
+    are picked."""
 
     num_picks: int
     sight: Sight

@@ -195,7 +195,7 @@ class ModelConfig:
 
     @property
     def untried_on_gpu(self) -> str | None:
-        """What of this model needs kernels that have not run on a GPU yet, in words; None if nothing does."""
+        """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
         if self.index is not None:
             return "attention to the tokens that an indexer picks"
         if self.value_dim is not None:

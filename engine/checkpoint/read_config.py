@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from ...metadata.errors import ModelError
 from ..models.families import FAMILIES
@@ -15,6 +15,8 @@ from .known_fields import refuse_unknown_fields
 from .model_config import (
     ROPE_TYPES,
     CheckpointDtype,
+    Gemma4Config,
+    LatentConfig,
     ModelConfig,
     RopeConfig,
     RopeType,
@@ -36,40 +38,20 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     Raises ModelError, naming the value and what to do, for a directory or file that is missing or damaged, and for
     every architecture, feature or field that Baton does not compute."""
     path = Path(path)
-    if not path.is_dir():
-        raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
-    raw = ConfigFile(path / "config.json")
-    family = _family(raw, architecture)
-    if architecture is None and raw.model_type in family.text_types:
-        raw.fill(CLASS_DEFAULTS.get(raw.model_type, {}))
-    if family.respell is not None:
-        family.respell(raw)
-    _check_supported(raw, family)
+    raw, family = _open(path, architecture)
     raw.integer("num_nextn_predict_layers", 0, minimum=0)  # a drafter is chosen by it, without a check
-    num_heads = raw.integer("num_attention_heads")
-    hidden_size = raw.integer("hidden_size")
-    latent = None if family.read_latent is None else family.read_latent(raw)
-    if latent is None:
-        num_kv_heads, head_dim = _heads(raw, num_heads, hidden_size)
-    else:
-        num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
-    of_window = family.window_head_factor * num_kv_heads, head_dim
-    gemma4 = None if family.read_gemma4 is None else family.read_gemma4(raw)
-    if gemma4 is not None:
-        num_kv_heads, head_dim = global_heads(raw, num_kv_heads, head_dim)
-        _check_heads(raw, num_heads, num_global_key_value_heads=num_kv_heads, global_head_dim=head_dim)
-    window = _window(raw, family, of_window, has_pool=of_window != (num_kv_heads, head_dim))
+    heads = _attention_heads(raw, family)
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
     config = ModelConfig(
         architecture=family.architecture,
         vocab_size=raw.integer("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=raw.integer("hidden_size"),
         intermediate_size=raw.integer("intermediate_size"),
         num_layers=raw.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_heads=raw.integer("num_attention_heads"),
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         context_len=_context_len(raw, rope),
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
         rope=rope,
@@ -86,24 +68,64 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         hands_over_collapsed=family.hands_over_collapsed,
         experts=None if family.read_experts is None else family.read_experts(raw),
         quantization=read_quantization(raw, path),
-        rotary_dim=_rotary_dim(raw, family, rope, head_dim),
+        rotary_dim=_rotary_dim(raw, family, rope, heads.head_dim),
         has_wide_norms=family.has_wide_norms,
-        latent=latent,
+        latent=heads.latent,
         has_sinks=family.has_sinks,
         index=None if family.read_index is None else family.read_index(raw),
         norm_offset=family.norm_offset,
         score_scale=_score_scale(raw, family),
-        window=window,
-        gemma4=gemma4,
+        window=heads.window,
+        gemma4=heads.gemma4,
         softcap=_softcap(raw, family),
         value_scale=1.0 if family.value_dim is None else raw.number("attention_value_scale", 1.0),
-        value_dim=None if family.value_dim is None else family.value_dim(raw, head_dim),
+        value_dim=None if family.value_dim is None else family.value_dim(raw, heads.head_dim),
         further=() if family.read_further is None else family.read_further(raw),
     )
     _check_blocks(raw, config)
     if architecture is None:
         refuse_unknown_fields(raw, family)
     return config
+
+
+def _open(path: Path, architecture: str | None) -> tuple[ConfigFile, ModelFamily]:
+    """Return config.json, with the fields as transformers' class names them, and its family."""
+    if not path.is_dir():
+        raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
+    raw = ConfigFile(path / "config.json")
+    family = _family(raw, architecture)
+    if architecture is None and raw.model_type in family.text_types:
+        raw.fill(CLASS_DEFAULTS.get(raw.model_type, {}))
+    if family.respell is not None:
+        family.respell(raw)
+    _check_supported(raw, family)
+    return raw, family
+
+
+class _Heads(NamedTuple):
+    """Heads of layers without a window, or of all layers, and the parts that say how other layers differ."""
+
+    num_kv_heads: int
+    head_dim: int
+    latent: LatentConfig | None
+    window: WindowConfig | None
+    gemma4: Gemma4Config | None
+
+
+def _attention_heads(raw: ConfigFile, family: ModelFamily) -> _Heads:
+    num_heads = raw.integer("num_attention_heads")
+    latent = None if family.read_latent is None else family.read_latent(raw)
+    if latent is None:
+        num_kv_heads, head_dim = _heads(raw, num_heads, raw.integer("hidden_size"))
+    else:
+        num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
+    of_window = family.window_head_factor * num_kv_heads, head_dim
+    gemma4 = None if family.read_gemma4 is None else family.read_gemma4(raw)
+    if gemma4 is not None:
+        num_kv_heads, head_dim = global_heads(raw, num_kv_heads, head_dim)
+        _check_heads(raw, num_heads, num_global_key_value_heads=num_kv_heads, global_head_dim=head_dim)
+    window = _window(raw, family, of_window, has_pool=of_window != (num_kv_heads, head_dim))
+    return _Heads(num_kv_heads, head_dim, latent, window, gemma4)
 
 
 def _check_blocks(raw: ConfigFile, config: ModelConfig) -> None:

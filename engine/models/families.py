@@ -79,7 +79,7 @@ QWEN3 = ModelFamily(
 QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    reader="qwen3_moe.read_qwen3_moe",
+    reader="mixtures.read_qwen3_moe",
     qk_norm=True,
     needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     fixed={"use_qk_norm": True},
@@ -89,7 +89,7 @@ QWEN3_MOE = ModelFamily(
 GLM4_MOE = ModelFamily(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
-    reader="qwen3_moe.read_qwen3_moe",
+    reader="mixtures.read_qwen3_moe",
     has_out_bias=False,
     qk_norm="use_qk_norm",
     rotary_share=0.5,
@@ -109,7 +109,7 @@ GLM4_MOE = ModelFamily(
 MINIMAX_M2 = ModelFamily(
     architecture="MiniMaxM2ForCausalLM",
     model_type="minimax_m2",
-    reader="minimax_m2.read_minimax_m2",
+    reader="mixtures.read_minimax_m2",
     qkv_bias=False,
     has_wide_norms=True,
     rotary_share=1.0,
@@ -285,6 +285,7 @@ GLM_MOE_DSA = ModelFamily(
         *_LATENT_WIDTHS,
         *_INDEX_NEEDS,
         "first_k_dense_replace|mlp_layer_types",
+        "n_shared_experts",
         "norm_topk_prob",
         "routed_scaling_factor",
         "rms_norm_eps",

@@ -99,7 +99,7 @@ index_scores = Operation("index_scores", index_scores_ref)
 
 
 class PagedSight(NamedTuple):
-    """What the kernels of a GPU ask of each token of a forward. Tensors are on the device, which computes them."""
+    """The place of each token of a forward, for the kernels of a GPU. The tensors are computed on the device."""
 
     seqs: torch.Tensor  # [num_tokens] int32, the sequence of each token
     ends: torch.Tensor  # [num_tokens] int32: a token sees slots below its end, of a tree some of them
