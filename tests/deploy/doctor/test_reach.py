@@ -21,7 +21,7 @@ Start = Callable[[KeyPair | None], str]
 @pytest.fixture(autouse=True)
 def is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take longer for a handshake than a person waits."""
-    monkeypatch.setattr(tried, "_CONNECT_S", 60.0)
+    monkeypatch.setattr(tried, "_CONNECT_S", 10.0)
 
 
 @pytest.fixture
@@ -58,7 +58,9 @@ def test_keys_of_an_allow_list(start: Start, tmp_path: Path) -> None:
     add_line(there, line_of("d0", KeyPair.load(tmp_path / "d0.key").public))
     address = start(KeyPair.load(tmp_path / "router.key", there))
     assert reach(address, str(tmp_path / "d0.key"), str(here)).key == "taken"
-    assert reach(address, str(tmp_path / "d1.key"), str(here)).key == "refused"
+    # A refusal is sometimes not told at the first connection; the key is never taken.
+    found = [reach(address, str(tmp_path / "d1.key"), str(here)).key for _ in range(4)]
+    assert "refused" in found and "taken" not in found, found
 
 
 def test_a_router_without_keys_takes_nodes_without(start: Start) -> None:
