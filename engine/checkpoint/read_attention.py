@@ -11,6 +11,8 @@ from .model_config import INDEX, Further, Gemma4Config, IndexConfig, LatentConfi
 
 _LETTERS = {"F": "full", "S": "shared"}  # of index_topk_pattern
 
+_MAX_PICKS = 8192  # that kernels/attention/triton_picks.py can choose
+
 _KINDS = ("full_attention", "sliding_attention")
 _SIZES = ("num_attention_heads", "head_dim", "v_head_dim")  # alike in layers with a window, which files say with swa_
 
@@ -55,6 +57,8 @@ def read_index(raw: ConfigFile, *, is_interleaved: bool) -> IndexConfig:
         raise raw.error("index_head_dim", f"is less than qk_rope_head_dim ({rope_dim}), which is rotated")
     if raw.get("q_lora_rank") is None:
         raise raw.error("q_lora_rank", "is not served; indexers read the latent of queries", value="null")
+    if raw.integer("index_topk") > _MAX_PICKS:
+        raise raw.error("index_topk", f"is more than {_MAX_PICKS}, the most tokens that an indexer can choose here")
     return IndexConfig(
         num_heads=raw.integer("index_n_heads"),
         head_dim=head_dim,

@@ -28,6 +28,7 @@ from .quantization import read_quantization
 from .read_attention import global_heads
 
 _FLOATS: dict[str, CheckpointDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # first: without files
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # the name of transformers, and its older one
 _WITH_MROPE = ("qwen2_vl_text", "qwen2_5_vl_text")  # images have positions of their own; those of text are plain
 
 
@@ -362,9 +363,9 @@ def _by_layer_types(
     num_layers = raw.integer("num_hidden_layers")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise raw.error("layer_types", f"must list {num_layers} layers")
-    served = ("full_attention", "sliding_attention") if family.read_index is None else ("indexed_attention",)
+    served = ("full_attention", "sliding_attention") if family.read_index is None else _INDEXED
     if any(layer_type not in served for layer_type in layer_types):
-        raise raw.error("layer_types", f"is not served; {' and '.join(served)} {'is' if len(served) == 1 else 'are'}")
+        raise raw.error("layer_types", f"is not served; {' and '.join(served)} are")
     if "sliding_attention" in layer_types and window is None:
         raise raw.error("layer_types", "has sliding_attention but no sliding window is switched on")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)

@@ -82,6 +82,7 @@ def test_a_prediction_layer_has_an_indexer_of_its_own(tmp_path: Path) -> None:
     [
         ({"index_head_dim": 32}, r"index_head_dim = 32 is less than qk_rope_head_dim \(64\), which is rotated"),
         ({"index_topk": 0}, "index_topk = 0 must be a whole number of at least 1"),
+        ({"index_topk": 8193}, "index_topk = 8193 is more than 8192, the most tokens that an indexer can choose here"),
         ({"index_topk": None}, "index_topk = None must be a whole number of at least 1"),
         ({"q_lora_rank": None}, "q_lora_rank = 'null' is not served; indexers read the latent of queries"),
         ({"indexer_types": ["full"] * 77}, "indexer_types = .* must list 78 layers, each full or shared"),
@@ -89,7 +90,7 @@ def test_a_prediction_layer_has_an_indexer_of_its_own(tmp_path: Path) -> None:
         ({"index_topk_pattern": "F" * 77 + "X"}, "index_topk_pattern = 'F+X' must list 78 layers"),
         ({"moe_router_dtype": "bfloat16"}, "moe_router_dtype = 'bfloat16' is not served for GlmMoeDsaForCausalLM"),
         ({"index_kpool": 4}, "index_kpool = 4 is unknown, and could change what GlmMoeDsaForCausalLM computes"),
-        ({"layer_types": ["full_attention"] * 78}, "layer_types = .* is not served; indexed_attention is"),
+        ({"layer_types": ["full_attention"] * 78}, "layer_types = .* is not served; indexed_attention and deep"),
     ],
 )
 def test_refusals_of_indexers_name_the_value(change: dict[str, Any], words: str, tmp_path: Path) -> None:
