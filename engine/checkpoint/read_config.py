@@ -183,7 +183,8 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             raise raw.error(key, f"is not served for {family.architecture}; use a dense checkpoint")
     for key in family.needs:
         spellings = key.split("|")
-        if not any(map(raw.has, spellings)):
+        is_said = raw.has(key) if len(spellings) == 1 else any(raw.get(each) is not None for each in spellings)
+        if not is_said:
             missing = " or ".join(spellings)
             raise ModelError(
                 f"{raw.path}: {missing} is missing, and its default is not certain; write it into the file"
@@ -206,6 +207,7 @@ def _window(raw: ConfigFile, family: ModelFamily, heads: tuple[int, int], *, has
     if family.window_theta is None:
         return None
     fields = raw.section("rope_parameters").section("sliding_attention")
+    _check_beside(raw, fields, "rope_theta", family.window_theta_name)
     share, other = fields.get("partial_rotary_factor"), _partial(raw, _rope_fields(raw, family))
     if family.rotary_share is not None and share not in (None, other):
         raise fields.error("partial_rotary_factor", f"is not served; that of full_attention ({other}) is", value=share)
@@ -251,12 +253,20 @@ def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim
 
 def _partial(raw: ConfigFile, among: Fields) -> Any:
     """Return partial_rotary_factor, which may be among the rotary settings or beside them."""
+    _check_beside(raw, among, "partial_rotary_factor", "partial_rotary_factor")
     beside = raw.get("partial_rotary_factor")
     return among.get("partial_rotary_factor") if among.has("partial_rotary_factor") else beside
 
 
+def _check_beside(raw: ConfigFile, among: Fields, name: str, beside: str) -> None:
+    """Refuse a value beside the rotary settings, at `beside`, that differs from `name` among them."""
+    if raw.get(beside) is not None and among.get(name) not in (None, raw.get(beside)):
+        raise among.error(name, f"differs from {beside} ({raw.get(beside)}) beside it; correct the wrong one")
+
+
 def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
     fields = _rope_fields(raw, family)
+    _check_beside(raw, fields, "rope_theta", "rope_theta")
     rope = _rotation(raw, family, fields)
     if not family.scales_queries or fields.get("llama_4_scaling_beta") is None:
         return rope

@@ -79,17 +79,15 @@ def _layers_with_experts(raw: ConfigFile) -> tuple[int, ...]:
     """Return the layers behind the first ones that have experts, or those that `mlp_layer_types` calls sparse."""
     num_layers, types = raw.integer("num_hidden_layers"), raw.get("mlp_layer_types")
     by_layer = isinstance(raw.get("moe_layer_freq"), list)  # then `mlp_layer_types` says the same
-    step, first = (
-        1 if by_layer else raw.integer("moe_layer_freq", 1),
-        raw.integer("first_k_dense_replace", 0, minimum=0),
-    )
+    step, has_first = 1 if by_layer else raw.integer("moe_layer_freq", 1), raw.get("first_k_dense_replace") is not None
+    first = raw.integer("first_k_dense_replace", None if types is None else 0, minimum=0)
     layers = tuple(layer for layer in range(first, num_layers) if layer % step == 0)
     if types is None:
         return layers
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
         raise raw.error("mlp_layer_types", f"must list {num_layers} layers, each dense or sparse")
     sparse = tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
-    if raw.has("first_k_dense_replace") and sparse != layers:
+    if has_first and sparse != layers:
         raise raw.error("mlp_layer_types", f"differs from first_k_dense_replace ({first}); correct the wrong one")
     return sparse
 

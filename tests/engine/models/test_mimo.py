@@ -37,6 +37,30 @@ def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> No
     assert read(tmp_path, spelled) == config, "each sixth layer has no window anyway"
 
 
+def test_a_file_that_transformers_completed_says_everything_twice(tmp_path: Path) -> None:
+    completed = MIMO | {
+        "layer_types": [("full_attention", "sliding_attention")[each] for each in MIMO["hybrid_layer_pattern"]],
+        "mlp_layer_types": ["dense", *["sparse"] * 47],
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": MIMO[theta], "partial_rotary_factor": 0.334}
+            for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta"))
+        },
+    }
+    assert read(tmp_path, completed) == read(tmp_path, MIMO)
+    assert read(tmp_path, MIMO | {"layer_types": None, "mlp_layer_types": None}) == read(tmp_path, MIMO)
+    for key, other in {
+        "rope_theta": 1e6,
+        "swa_rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "hybrid_layer_pattern": [0] * 48,
+        "moe_layer_freq": [1] * 48,
+        "layernorm_epsilon": 1e-6,
+    }.items():
+        with pytest.raises(ModelError, match="differs from .* correct the wrong one"):
+            read(tmp_path, completed | {key: other})
+
+
 def test_a_token_takes_as_many_bytes_as_its_keys_and_values_are_wide(tmp_path: Path) -> None:
     schema = make_schema(read(tmp_path, MIMO).pool("bfloat16"), page_size=64)
     assert {name: pool_words(pool) for name, pool in pools(schema).items()} == {
