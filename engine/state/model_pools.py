@@ -35,8 +35,8 @@ class ModelPools(NamedTuple):
 
     @property
     def by_window(self) -> tuple[ModelPools, ModelPools]:
-        """The pools of layers that see all positions, and of those with a window. Pools beside that of KV serve both, and
-        so does that of KV if heads are alike."""
+        """The pools of layers that see all positions, and of those with a window. Pools beside that of KV serve
+        both, and so does that of KV if heads are alike."""
         kv, values = self.further.get(WINDOW_POOL, self.kv), self.further.get(WINDOW_VALUES, self.values)
         others = {name: pool for name, pool in self.further.items() if name not in (WINDOW_POOL, WINDOW_VALUES)}
         return ModelPools(self.kv, others, self.values), ModelPools(kv, others, values)

@@ -57,7 +57,7 @@ def test_a_file_that_transformers_completed_says_everything_twice(tmp_path: Path
         "moe_layer_freq": [1] * 48,
         "layernorm_epsilon": 1e-6,
     }.items():
-        with pytest.raises(ModelError, match="differs from .* correct the wrong one"):
+        with pytest.raises(ModelError, match=r"differs from .* correct the wrong one"):
             read(tmp_path, completed | {key: other})
 
 
