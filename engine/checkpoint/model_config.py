@@ -200,6 +200,8 @@ class ModelConfig:
             return "attention to the tokens that an indexer picks"
         if self.value_dim is not None:
             return "attention with values narrower than keys"
+        if self.gemma4 is not None and self.experts is not None:
+            return "experts with GELU"
         return "attention with heads of more than 256 numbers" if self.latent is None and self.head_dim > 256 else None
 
     @property

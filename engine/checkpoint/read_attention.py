@@ -97,8 +97,6 @@ def read_gemma4(raw: ConfigFile) -> Gemma4Config:
         raise raw.error("num_kv_shared_layers", "leaves no layer of some kind in layer_types with KV of its own")
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # images are not served
         raise raw.error("use_bidirectional_attention", "is not served; null and 'vision' are")
-    if raw.flag("enable_moe_block"):
-        raise raw.error("enable_moe_block", "is not served; use a checkpoint without experts")
     if not raw.get("rope_parameters"):
         raise raw.error("rope_parameters", "is not served; write those of full_attention and sliding_attention into it")
     if raw.integer("vocab_size_per_layer_input") < raw.integer("vocab_size"):

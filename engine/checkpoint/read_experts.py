@@ -146,6 +146,24 @@ def read_mistral4_experts(raw: ConfigFile) -> ExpertsConfig | None:
     return replace(experts, is_stacked=True) if experts.layers else None
 
 
+def read_gemma4_experts(raw: ConfigFile) -> ExpertsConfig | None:
+    """Read the experts of Gemma 4, which stand beside the dense layer in every layer, if the file switches them on."""
+    if not raw.flag("enable_moe_block"):
+        return None
+    num_experts, num_active = raw.integer("num_experts"), raw.integer("top_k_experts")
+    if num_active > num_experts:
+        raise raw.error("top_k_experts", f"is more than there are experts ({num_experts})")
+    return ExpertsConfig(
+        num_experts,
+        num_active,
+        raw.integer("moe_intermediate_size"),
+        norm_topk_prob=True,
+        layers=tuple(range(raw.integer("num_hidden_layers"))),
+        shared_size=raw.integer("intermediate_size"),
+        is_stacked=True,
+    )
+
+
 def read_latent_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig | None:
     """Return None if all layers are dense. `scoring`: as of `read_deepseek_experts`."""
     if raw.get("n_routed_experts") is None:

@@ -147,6 +147,17 @@ SHAPES = {
             "final_logit_softcapping": None,
         },
     ),
+    "gemma4-experts": Shape(
+        "gemma4_text",
+        {
+            "num_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 20,
+            "num_kv_shared_layers": 1,
+        },
+    ),
     "mimo": Shape(
         "mimo_v2_flash",
         {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96, "head_dim": 36, "v_head_dim": 10},

@@ -46,9 +46,7 @@ def test_a_head_beside_a_tied_embedding_has_to_equal_it(checkpoint: Checkpoint, 
     load_model(tmp_path, config, torch.float32, "cpu")
     head[3, 5] += 1
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=r"lm_head\.weight differs from the embedding, but"
-    ):
+    with pytest.raises(ModelError, match=r"lm_head\.weight differs from the embedding, but"):
         load_model(tmp_path, config, torch.float32, "cpu")
 
 
