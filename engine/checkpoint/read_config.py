@@ -79,6 +79,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         gemma4=heads.gemma4,
         softcap=_softcap(raw, family),
         value_scale=1.0 if family.value_dim is None else raw.number("attention_value_scale", 1.0),
+        predicts_in_window=family.predicts_in_window,
         value_dim=None if family.value_dim is None else family.value_dim(raw, heads.head_dim),
         further=() if family.read_further is None else family.read_further(raw),
     )

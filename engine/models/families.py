@@ -206,6 +206,8 @@ MIMO_V2_FLASH = ModelFamily(
     inert=("attention_chunk_size",),
     fixed={"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True},
     read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    mtp_layer_reader="gpt_oss.read_mimo_mtp_layer",
+    predicts_in_window=True,
     own_mtp=("model.mtp.",),
 )
 DEEPSEEK_V2 = ModelFamily(
