@@ -19,7 +19,6 @@ from quantized import Scheme, rounding_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-MIMO = "model.mtp.layers.0."
 _MIMO_NAMES = {"post_attention_layernorm": "pre_mlp_layernorm", "shared_head.norm": "final_layernorm"}
 
 
@@ -75,7 +74,8 @@ class OwnMtpOracle:
 
     kind = "mtp-deepseek"
 
-    def __init__(self, path: Path, scheme: Scheme | None = None) -> None:
+    def __init__(self, path: Path, scheme: Scheme | None = None, layer: int = 0) -> None:
+        """`layer`: which one of MiMo-V2-Flash."""
         self.target = rounding_model(path, scheme)
         num, types = self.target.config.num_hidden_layers, getattr(self.target.config, "mlp_layer_types", None)
         # the extra layer's tensors are those of one more ordinary layer, like the last
@@ -89,7 +89,7 @@ class OwnMtpOracle:
                 more[name] = [*getattr(self.target.config, name), own]
         deeper = rounding_model(path, scheme, num_hidden_layers=num + 1, **more)
         self._layer, self._rotary = deeper.model.layers[num], deeper.model.rotary_emb
-        own = MIMO if self.is_mimo else f"model.layers.{num}."
+        own = f"model.mtp.layers.{layer}." if self.is_mimo else f"model.layers.{num}."
         self._tensors = {
             name.removeprefix(own): tensor
             for name, tensor in load_file(path / "model.safetensors").items()
@@ -114,6 +114,11 @@ class OwnMtpOracle:
             state = self._forward(hidden, ids)
         normed = state if self.is_mimo else self._norm(state, "shared_head.norm")
         return state[0], self.target.lm_head(normed)[0]
+
+    @torch.no_grad()
+    def proposed(self, hidden: Tensor, ids: list[int]) -> int:
+        """Return the best token after rows of the target's states [num_rows, hidden_size] and the tokens `ids`."""
+        return int(self.target.lm_head(self._forward(hidden[None], ids))[0, -1].argmax())
 
     def _forward(self, hidden: Tensor, ids: list[int]) -> Tensor:
         embedded = self.target.model.embed_tokens(torch.tensor([ids]))
