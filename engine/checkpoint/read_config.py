@@ -80,6 +80,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         gemma4=heads.gemma4,
         softcap=_softcap(raw, family),
         value_scale=1.0 if family.value_dim is None else raw.number("attention_value_scale", 1.0),
+        predicts_in_window=family.predicts_in_window,
         value_dim=None if family.value_dim is None else family.value_dim(raw, heads.head_dim),
         further=() if family.read_further is None else family.read_further(raw),
     )
@@ -184,7 +185,8 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             raise raw.error(key, f"is not served for {family.architecture}; use a dense checkpoint")
     for key in family.needs:
         spellings = key.split("|")
-        if not any(map(raw.has, spellings)):
+        is_said = raw.has(key) if len(spellings) == 1 else any(raw.get(each) is not None for each in spellings)
+        if not is_said:
             missing = " or ".join(spellings)
             raise ModelError(
                 f"{raw.path}: {missing} is missing, and its default is not certain; write it into the file"
@@ -207,6 +209,7 @@ def _window(raw: ConfigFile, family: ModelFamily, heads: tuple[int, int], *, has
     if family.window_theta is None:
         return None
     fields = raw.section("rope_parameters").section("sliding_attention")
+    _check_beside(raw, fields, "rope_theta", family.window_theta_name)
     share, other = fields.get("partial_rotary_factor"), _partial(raw, _rope_fields(raw, family))
     if family.rotary_share is not None and share not in (None, other):
         raise fields.error("partial_rotary_factor", f"is not served; that of full_attention ({other}) is", value=share)
@@ -252,12 +255,20 @@ def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim
 
 def _partial(raw: ConfigFile, among: Fields) -> Any:
     """Return partial_rotary_factor, which may be among the rotary settings or beside them."""
+    _check_beside(raw, among, "partial_rotary_factor", "partial_rotary_factor")
     beside = raw.get("partial_rotary_factor")
     return among.get("partial_rotary_factor") if among.has("partial_rotary_factor") else beside
 
 
+def _check_beside(raw: ConfigFile, among: Fields, name: str, beside: str) -> None:
+    """Refuse a value beside the rotary settings, at `beside`, that differs from `name` among them."""
+    if raw.get(beside) is not None and among.get(name) not in (None, raw.get(beside)):
+        raise among.error(name, f"differs from {beside} ({raw.get(beside)}) beside it; correct the wrong one")
+
+
 def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
     fields = _rope_fields(raw, family)
+    _check_beside(raw, fields, "rope_theta", "rope_theta")
     rope = _rotation(raw, family, fields)
     if not family.scales_queries or fields.get("llama_4_scaling_beta") is None:
         return rope

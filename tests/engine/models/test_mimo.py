@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from drafted_text import check_drafted_text
+from node_pair import params
+from own_mtp import OwnMtpOracle, with_mtp
 from published_configs import PUBLISHED
+from solo import Solo
+from ties import Reference
 
 from baton.engine.checkpoint.model_config import ModelConfig, RopeConfig, WindowConfig
 from baton.engine.checkpoint.read_config import read_model_config
@@ -35,6 +43,30 @@ def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> No
         key: value for key, value in MIMO.items() if not key.startswith(("swa_num", "swa_head", "swa_v", "hybrid"))
     }
     assert read(tmp_path, spelled) == config, "each sixth layer has no window anyway"
+
+
+def test_a_file_that_transformers_completed_says_everything_twice(tmp_path: Path) -> None:
+    completed = MIMO | {
+        "layer_types": [("full_attention", "sliding_attention")[each] for each in MIMO["hybrid_layer_pattern"]],
+        "mlp_layer_types": ["dense", *["sparse"] * 47],
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": MIMO[theta], "partial_rotary_factor": 0.334}
+            for kind, theta in (("full_attention", "rope_theta"), ("sliding_attention", "swa_rope_theta"))
+        },
+    }
+    assert read(tmp_path, completed) == read(tmp_path, MIMO)
+    assert read(tmp_path, MIMO | {"layer_types": None, "mlp_layer_types": None}) == read(tmp_path, MIMO)
+    for key, other in {
+        "rope_theta": 1e6,
+        "swa_rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "hybrid_layer_pattern": [0] * 48,
+        "moe_layer_freq": [1] * 48,
+        "layernorm_epsilon": 1e-6,
+    }.items():
+        with pytest.raises(ModelError, match=r"differs from .* correct the wrong one"):
+            read(tmp_path, completed | {key: other})
 
 
 def test_a_token_takes_as_many_bytes_as_its_keys_and_values_are_wide(tmp_path: Path) -> None:
@@ -70,6 +102,30 @@ def test_a_token_takes_as_many_bytes_as_its_keys_and_values_are_wide(tmp_path: P
 def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words):
         read(tmp_path, MIMO | changes)
+
+
+def test_each_of_its_prediction_layers_proposes_one_token(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """All take the target's states. Layer m takes token i + 1 + m, which the layers before it may have proposed."""
+    model = with_mtp(checkpoint("mimo_v2_flash"), tmp_path / "model", 3)
+    layers = [OwnMtpOracle(model, layer=layer) for layer in range(3)]
+    solo = Solo(model, speculative="mtp", draft_model=str(model))
+    sequence = solo.start([random.Random(1).randrange(1, 512) for _ in range(20)], params(30), chunk=7)
+    for num_steps in (3, 0, 2, 3, 1):
+        tokens, num = [*sequence.token_ids], len(sequence.token_ids) - 1
+        states = layers[0].target.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        for layer, oracle in enumerate(layers):
+            tokens.append(oracle.proposed(states, tokens[1 + layer : 1 + layer + num]))
+        if not sequence.num_missed:
+            assert solo.executor.slots._draft.tokens[sequence.slot].tolist() == tokens[-3:]
+        solo.round([sequence], num_steps)
+    assert len(sequence.generated) > 5
+
+
+def test_it_drafts_by_them_through_the_handoff(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = with_mtp(checkpoint("mimo_v2_flash"), tmp_path / "model", 3)
+    reference = Reference(model)
+    check_drafted_text(model, reference, speculative="mtp", draft_steps=3)
+    assert reference.num_ties == reference.num_router_ties == 0
 
 
 def test_narrow_values_are_not_kept_in_fp8(tmp_path: Path) -> None:
