@@ -19,14 +19,14 @@ from thinned import is_whole, thinned
 
 from baton.engine.rounds import device_executor
 
-SIZES = {"num_attention_heads": 6, "intermediate_size": 96, "hidden_size": 96}  # so that three ranks can share them
+SIZES = {"num_attention_heads": 6, "intermediate_size": 96, "hidden_size": 96}  # so that two and three ranks share them
 EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {},
     "deepseek_v32": {},
-    "mimo_v2_flash": {"num_key_value_heads": 3},
-    "gemma4_text": {"num_key_value_heads": 6, "num_global_key_value_heads": 3, "attention_k_eq_v": True, **EXPERTS},
-    "gemma3_text": {"num_key_value_heads": 3},
+    "mimo_v2_flash": {"num_attention_heads": 12, "num_key_value_heads": 6},
+    "gemma4_text": {"num_key_value_heads": 6, "num_global_key_value_heads": 1, "attention_k_eq_v": True, **EXPERTS},
+    "gemma3_text": {"num_key_value_heads": 1},
 }
 
 
@@ -37,7 +37,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(family: str, checkpoint: Callable[..., Path]) -> Path:
-    source = checkpoint(family, **SIZES, **FAMILIES[family])
+    source = checkpoint(family, **SIZES | FAMILIES[family])
     path = source.with_name(f"{source.name}-mtp")
     return source if family.startswith("gemma") else path if path.exists() else with_mtp(source, path)
 
