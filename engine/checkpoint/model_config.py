@@ -226,6 +226,13 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
     @property
+    def has_cut_heads(self) -> bool:
+        """Whether heads are in FP8, with scales of blocks of 128 rows, and cut the blocks, and are rotated in part.
+        Rows of a head that are put into another order would leave their block."""
+        is_in_blocks = self.quantization is not None and self.quantization.weight_scale == "blocks"
+        return is_in_blocks and self.rotary_dim is not None and min(128 % self.head_dim, self.head_dim % 128) > 0
+
+    @property
     def num_shared_layers(self) -> int:
         """Number of the last layers, which read the KV of the last one of their kind before."""
         return 0 if self.gemma4 is None else self.gemma4.num_shared_layers

@@ -84,7 +84,12 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         value_dim=None if family.value_dim is None else family.value_dim(raw, heads.head_dim),
         further=() if family.read_further is None else family.read_further(raw),
     )
-    _check_blocks(raw, config)
+    if config.has_cut_heads and family.value_dim is None:  # that attention orders its outputs instead
+        raise raw.error(
+            "quantization_config",
+            f"scales blocks of 128 rows, which heads of {config.head_dim} numbers cut; use a checkpoint in 16 bits",
+            value="fp8",
+        )
     if architecture is None:
         refuse_unknown_fields(raw, family)
     return config
@@ -128,17 +133,6 @@ def _attention_heads(raw: ConfigFile, family: ModelFamily) -> _Heads:
         _check_heads(raw, num_heads, num_global_key_value_heads=num_kv_heads, global_head_dim=head_dim)
     window = _window(raw, family, of_window, has_pool=of_window != (num_kv_heads, head_dim))
     return _Heads(num_kv_heads, head_dim, latent, window, gemma4)
-
-
-def _check_blocks(raw: ConfigFile, config: ModelConfig) -> None:
-    """Refuse a head whose rotated rows, which are put into another order, would leave their block of 128 rows."""
-    is_in_blocks = config.quantization is not None and config.quantization.weight_scale == "blocks"
-    if is_in_blocks and config.rotary_dim and 128 % config.head_dim and config.head_dim % 128:
-        raise raw.error(
-            "quantization_config",
-            f"scales blocks of 128 rows, which heads of {config.head_dim} numbers cut; use a checkpoint in 16 bits",
-            value="fp8",
-        )
 
 
 def _heads(raw: ConfigFile, num_heads: int, hidden_size: int) -> tuple[int, int]:

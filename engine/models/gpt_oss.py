@@ -81,7 +81,11 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
     kind = config if config.window is None else config.by_window()[window is not None]
     value_dim = kind.value_dim or kind.head_dim
     sizes = {f"{prefix}.q_proj": kind.q_size, f"{prefix}.k_proj": kind.kv_size}
-    orders = {name: head_order(kind, size) for name, size in sizes.items()} if kind.rotary_dim else {}
+    own, order, orders = weights.own(kind), None, {}
+    if kind.has_cut_heads:
+        order = head_order(kind, own.q_size + own.kv_size).to(weights.device)
+    elif kind.rotary_dim:
+        orders = {name: head_order(kind, size) for name, size in sizes.items()}
     sizes[f"{prefix}.v_proj"] = kind.num_kv_heads * value_dim
     split = heads_out(kind.num_heads, kind.num_kv_heads)
     attention = Attention(
@@ -100,4 +104,4 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
         if window is None
         else read_sinks(config, weights, f"{prefix}.attention_sink_bias", weights.ranks.shard(split)),
     )
-    return NarrowAttention(attention, kind.head_dim, value_dim, weights.own(kind).num_kv_heads, config.value_scale)
+    return NarrowAttention(attention, kind.head_dim, value_dim, own.num_kv_heads, config.value_scale, order)
