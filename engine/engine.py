@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema.hidden_layout import HiddenDtype
 from ..metadata.handoff.schema.kv_layout import DTYPE_BYTES, KvLayout, Shard
-from ..metadata.handoff.schema.schema import kv_layouts, on_gpu, page_bytes
+from ..metadata.handoff.schema.schema import kv_layouts, on_gpu, page_bytes, pools
 from ..metadata.logs import size_in_words
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
@@ -61,6 +61,7 @@ from .sampling.state import SamplingState, each_kind
 from .state.cuda_memory import pool_zeros
 from .state.cuda_pool import CudaPool
 from .state.host_memory import available_memory
+from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool
 from .state.prefix_cache import PrefixCache
 from .work import BatchRow
@@ -122,7 +123,7 @@ class Engine:
         self.longest_chunk: tuple[int, float] | None = None  # its tokens and seconds, sampling included
         self._bytes_per_row = 0.0  # working memory of a forward, by the rows of all ranks of a group; 0: not measured
         self._make_pools(num_pages)
-        self.drafter = self.speculation.load(self.model, *self._target_and_draft_kv(), progress, ranks.of_drafts)
+        self.drafter = self.speculation.load(self.model, self.target_pools, self.draft_pools, progress, ranks.of_drafts)
         self._prompt_graphs: PromptGraphs | None = None
 
     def _load_model(self, dtype: torch.dtype, progress: Progress | None) -> DecoderModel:
@@ -197,16 +198,15 @@ class Engine:
         graphs and endpoints, is void. Raises ConfigError if the device or the host lacks the memory."""
         assert self.pool.num_free == self.pool.num_usable, self.pool.ledger()
         self._prompt_graphs = self.device_pool = None
-        self._kvs.clear()
         self._pools.clear()
+        self.target_pools = self.draft_pools = ModelPools(torch.empty(0, device=self.device))
         if self.drafter is not None:
-            empty = torch.empty(0, device=self.device)
-            self.drafter.use_pools(empty, empty)
+            self.drafter.use_pools(self.target_pools, self.draft_pools)
         for memory in self.memory:
             memory.close()
         self._make_pools(num_pages)
         if self.drafter is not None:
-            self.drafter.use_pools(*self._target_and_draft_kv())
+            self.drafter.use_pools(self.target_pools, self.draft_pools)
 
     def _make_pools(self, num_pages: int) -> None:
         """Make pools, their books and what lies in front of them. A request may be as long as the pool."""
@@ -224,12 +224,12 @@ class Engine:
             self.device_pool = CudaPool(self._pools, self.memory, has_checksums=self._config.checksums)
         else:
             self._pools = [torch.from_numpy(memory.pages) for memory in self.memory]
-        self._kvs = [_values(pool, layout) for pool, layout in zip(self._pools, layouts, strict=True)]
+        values = [_values(pool, layout) for pool, layout in zip(self._pools, layouts, strict=True)]
+        named = dict(zip(pools(self.schema), values, strict=True))
+        self.target_pools = _of_owner(named, "target")
+        self.draft_pools = None if self.schema.draft is None else _of_owner(named, "draft")
         self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
-
-    def _target_and_draft_kv(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._kvs[0], self._kvs[1] if len(self._kvs) > 1 else None
 
     def warm_up(self, chunk_tokens: int) -> None:
         """Run steps and a chunk, on CUDA by the drafter too, so that no request pays for first calls, and no node falls
@@ -357,6 +357,8 @@ class Engine:
         """Positions that the layers of target and drafter see at most; None: some layer sees all."""
         configs = [each for each in (self.model_config, self.speculation.draft) if each is not None]
         windows = [window for config in configs for window in config.sliding_window]
+        if any(config.further for config in configs):
+            return None  # their readers see all
         return None if None in windows else max(filter(None, windows))
 
     @property
@@ -370,10 +372,15 @@ class Engine:
         return sum(pool.nbytes for pool in self._pools)
 
     @property
+    def kvs(self) -> tuple[torch.Tensor, ...]:
+        """All pools of target and draft, in the order of the schema."""
+        return self.target_pools.all + (() if self.draft_pools is None else self.draft_pools.all)
+
+    @property
     def kv(self) -> torch.Tensor:
         """The target's pool, [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]. If it is of e4m3,
         its scales lie behind it (kernels/state/fp8_pages.py)."""
-        return self._kvs[0]
+        return self.target_pools.kv
 
     def forward(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         """Store the rows' KV; return their logits, [sum of num_logits, vocab_size] of the model's dtype, in order."""
@@ -419,7 +426,7 @@ class Engine:
     def states(self, batch: ForwardBatch | JointBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
-        states = self.model.forward_with_aux(batch, self.kv, self.speculation.aux_layers)
+        states = self.model.forward_with_aux(batch, self.target_pools, self.speculation.aux_layers)
         match self.speculation.hidden.extend:
             case None:
                 return None, states.final
@@ -438,7 +445,7 @@ class Engine:
         numbers = torch.zeros(num_rows, -(-length // self.pool.page_size), dtype=torch.int64, device=self.device)
         last = torch.full((num_rows, 1), length - 1, device=self.device)
         batch = ForwardBatch.uniform(numbers[:, :1], last, last.squeeze(1) + 1, numbers, self.pool.page_size)
-        return self.model.begin(batch, self.kv)
+        return self.model.begin(batch, self.target_pools)
 
     def sample(
         self, logits: torch.Tensor, states: Sequence[SamplingState]
@@ -455,8 +462,9 @@ class Engine:
             pool[:, target].copy_(pool[:, source])
 
     def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """The target's KV of slots `sources` into slots `targets`, as `move_slots_ref_`."""
-        move_slots_(self.kv, block_table, sources, targets)
+        """What the target's pools hold of slots `sources` into slots `targets`, as `move_slots_ref_`."""
+        for pool in self.target_pools.all:
+            move_slots_(pool, block_table, sources, targets)
 
 
 def use_threads(config: EngineConfig) -> None:
@@ -504,6 +512,12 @@ def _values(pool: torch.Tensor, layout: KvLayout) -> torch.Tensor:
     blocks = pool.unflatten(2, (*shape[2:4], layout.block_bytes(plane)))
     num_bytes = layout.page_size * plane.head_dim * DTYPE_BYTES[plane.dtype]
     return blocks[..., :num_bytes].view(getattr(torch, plane.dtype)).unflatten(4, shape[4:])
+
+
+def _of_owner(named: Mapping[str, torch.Tensor], owner: str) -> ModelPools:
+    """Return the pools of target or draft, given all by the names of the schema."""
+    further = {name.removeprefix(f"{owner}."): pool for name, pool in named.items() if name.startswith(f"{owner}.")}
+    return ModelPools(named[owner], further)
 
 
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_nodes: int = 1) -> int:

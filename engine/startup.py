@@ -17,6 +17,7 @@ from ..metadata.bus.sockets import new_epoch as new_epoch
 from ..metadata.errors import ConfigError, Refused
 from ..metadata.garbage import Garbage
 from ..metadata.handoff.endpoint import Endpoint
+from ..metadata.handoff.schema.schema import further_pools, needed_protocol, pool_words
 from ..metadata.handoff.transports.registry import TRANSPORTS
 from ..metadata.service_manager import notify
 from ..metadata.wire.membership import Hello
@@ -144,11 +145,15 @@ def make_membership(
 ) -> Membership:
     """The node's Hello and its link to the router, not started yet."""
     place = None if engine.group_steps is None else engine.group_steps.place
+    protocol = needed_protocol(engine.schema)
+    if protocol > PROTOCOL_MIN:
+        names = ", ".join(f"{name} {pool_words(pool)}" for name, pool in further_pools(engine.schema).items())
+        logger.info("peers that do not know protocol %d cannot name pools of this model: %s", protocol, names)
     hello = Hello(
         role=role,
         node_id=name,
         epoch=epoch,
-        protocol_min=PROTOCOL_MIN if place is None else _GROUP_PROTOCOL,
+        protocol_min=protocol if place is None else max(protocol, _GROUP_PROTOCOL),
         protocol_max=PROTOCOL_MAX,
         layout=engine.schema,
         target_fingerprint=engine.fingerprints[0],

@@ -38,8 +38,10 @@ from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_, turns
 from ..checkpoint.model_config import ModelConfig, RopeConfig
 from ..rounds.batch import ForwardBatch, JointBatch
-from .context import AttentionContext, CosSin, IdleAttention, LayerHeads, ScaledQueries
+from ..state.model_pools import ModelPools
+from .context import AttentionContext, CosSin, FurtherPools, IdleAttention, LayerHeads, ScaledQueries
 from .paged import begin_paged, paged_queries
+from .pool_rows import PoolRows
 
 _Queries = Callable[[torch.Tensor, int], torch.Tensor]
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
@@ -49,13 +51,26 @@ def begin_attention(
     config: ModelConfig,
     rotary: RotaryEmbedding,
     batch: ForwardBatch | JointBatch,
+    pools: ModelPools,
+    dtype: torch.dtype,
+) -> AttentionContext:
+    """Return the context of a forward over `pools`, which are on the model's device. `dtype` is that of the model. The
+    pool of KV is of `dtype` or e4m3 (kernels/state/fp8_pages.py)."""
+    context = _begin(config, rotary, batch, pools.kv, dtype)
+    return FurtherPools(context, PoolRows.of(batch, pools.further)) if pools.further else context
+
+
+def _begin(
+    config: ModelConfig,
+    rotary: RotaryEmbedding,
+    batch: ForwardBatch | JointBatch,
     kv: torch.Tensor,
     dtype: torch.dtype,
 ) -> AttentionContext:
-    """Return the context of a forward over `kv` [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim],
-    of the model's device, and of `dtype` or e4m3 (kernels/state/fp8_pages.py). `dtype` is that of the model."""
+    """Return the context over the pool of KV alone, [num_layers, num_pages, num_planes, num_kv_heads, page_size,
+    head_dim]."""
     if isinstance(batch, JointBatch):
-        first, second = (begin_attention(config, rotary, part, kv, dtype) for part in (batch.first, batch.second))
+        first, second = (_begin(config, rotary, part, kv, dtype) for part in (batch.first, batch.second))
         return first.joined(second, batch.first.num_tokens)
     if batch.attention is not None:
         return batch.attention(config, rotary)

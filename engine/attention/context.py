@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.attention.latents import LatentWeights, join_latents, latent_values
+from .pool_rows import PoolRows
 
 CosSin = tuple[torch.Tensor, torch.Tensor]  # of the batch's tokens, [num_tokens, 1, rotary_dim]; the sine is signed
 
@@ -50,6 +51,11 @@ class AttentionContext(ABC):
         attended = self(joined.flatten(1), LayerHeads(index)).unflatten(1, (q.shape[1], -1))
         return latent_values(attended[..., : weights.rank], weights)
 
+    @property
+    def further(self) -> PoolRows:
+        """The rows of the forward's tokens in the pools beside that of KV. A model without such pools has none."""
+        raise AssertionError(f"{type(self).__name__}: the model declares no further pools")
+
     def joined(self, second: AttentionContext, num_first: int) -> AttentionContext:
         """Return the attention of this batch, which has `num_first` tokens, and of another one in one forward."""
         return _JointAttention(self, second, num_first)
@@ -75,6 +81,24 @@ class ScaledQueries(AttentionContext):
         assert isinstance(second, ScaledQueries), second
         scales = torch.cat([self.scales, second.scales])
         return ScaledQueries(self.inner.joined(second.inner, num_first), scales, self.q_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FurtherPools(AttentionContext):
+    """The attention of a model that has pools beside that of KV."""
+
+    inner: AttentionContext
+    rows: PoolRows
+
+    @property
+    def further(self) -> PoolRows:
+        return self.rows
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        return self.inner(qkv, heads)
+
+    def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        return self.inner.attend_latents(index, q, stored, weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
 from ...metadata.errors import ConfigError
 from ...metadata.handoff.schema.kv_layout import pool_of
-from ...metadata.wire.node_info import KvPlane, PoolLayout
+from ...metadata.wire.node_info import FurtherPool, KvPlane, PoolLayout
 from ..config import KvDtype
 from .quantization import Quantization
 
@@ -88,6 +88,18 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Further:
+    """A pool that a model has beside that of its KV, with the same page numbers. engine/attention/pool_rows.py says how
+    layers reach it."""
+
+    name: str
+    layers: tuple[int, ...]  # of the model, that store something in it, by their place in the pool
+    width: int  # numbers per token of a head
+    num_heads: int = 1  # if there are fewer than ranks, several ranks hold the same head
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: of the model's attention
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder-only model. Lengths are in tokens."""
 
@@ -119,6 +131,7 @@ class ModelConfig:
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
+    further: tuple[Further, ...] = ()  # pools beside that of KV
 
     @property
     def spec_hidden_size(self) -> int:
@@ -154,9 +167,14 @@ class ModelConfig:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
+    def place(self, name: str, layer: int) -> int | None:
+        """Return the index of a layer in the further pool `name`; None: the layer stores nothing in it."""
+        layers = next(each.layers for each in self.further if each.name == name)
+        return layers.index(layer) if layer in layers else None
+
     def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
-        """Return the description of the model's KV pool, for attention in `dtype`. Raises ConfigError for latents in
-        FP8."""
+        """Return the description of the model's KV pool and of those beside it, for attention in `dtype`. Raises
+        ConfigError for latents in FP8."""
         if kv_dtype == "fp8" and self.latent is not None:
             raise ConfigError(
                 f"kv_dtype is fp8, but {self.architecture} has latents in place of keys and values, which are kept in "
@@ -168,7 +186,13 @@ class ModelConfig:
             planes = [KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names]
         else:
             planes = [KvPlane(name, heads, width, dtype) for name in names]
-        return pool_of(self.num_layers, dtype, planes)
+        further = (
+            FurtherPool(
+                each.name, len(each.layers), (KvPlane(each.name, each.num_heads, each.width, each.dtype or dtype),)
+            )
+            for each in self.further
+        )
+        return pool_of(self.num_layers, dtype, planes, tuple(further))
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another

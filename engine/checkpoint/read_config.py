@@ -73,6 +73,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         has_wide_norms=family.has_wide_norms,
         latent=latent,
         has_sinks=family.has_sinks,
+        further=() if family.read_further is None else family.read_further(raw),
     )
     if architecture is None:
         refuse_unknown_fields(raw, family)

@@ -45,6 +45,7 @@ from ..pace.draft_length import DraftShape
 from ..rounds.executor import HostProposer
 from ..rounds.trees import Drafts
 from ..sampling.batch import SamplingBatch
+from ..state.model_pools import ModelPools
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +164,7 @@ class Drafter(Protocol):
         makes them on the device."""
         ...
 
-    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
+    def use_pools(self, target: ModelPools, draft: ModelPools | None) -> None:
         """Read and write these pools from now on: the target's and the drafter's own, if it has one."""
         ...
 

@@ -26,6 +26,7 @@ from ..models.target_ends import TargetEnds, ends_in
 from ..pace.draft_length import DraftShape
 from ..progress import Progress
 from ..ranks.ranks import Ranks
+from ..state.model_pools import ModelPools
 from .base import Drafter
 from .registry import describe
 
@@ -74,8 +75,8 @@ class Loading(NamedTuple):
     shape: DraftShape
     hidden: HiddenLayout
     target: DecoderModel
-    target_kv: torch.Tensor  # the target's pool, [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim]
-    draft_kv: torch.Tensor | None  # the drafter's own pool, if it has one
+    target_pools: ModelPools
+    draft_pools: ModelPools | None  # the drafter's own, if it has some
     on_progress: Progress | None
     ranks: Ranks  # that share the draft
 
@@ -90,10 +91,10 @@ class Loading(NamedTuple):
         return ends_in(self.dtype, self.target)
 
     @property
-    def kv(self) -> torch.Tensor:
-        """The drafter's own pool, which it must have."""
-        assert self.draft_kv is not None
-        return self.draft_kv
+    def pools(self) -> ModelPools:
+        """The drafter's own pools, which it must have."""
+        assert self.draft_pools is not None
+        return self.draft_pools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,16 +150,16 @@ class Speculation:
     def load(
         self,
         target: DecoderModel,
-        target_kv: torch.Tensor,
-        draft_kv: torch.Tensor | None,
+        target_pools: ModelPools,
+        draft_pools: ModelPools | None,
         on_progress: Progress | None,
         ranks: Ranks,
     ) -> Drafter | None:
-        """Return the drafter, or this rank's share of it, its own KV in `draft_kv` if it has any; None without
+        """Return the drafter, or this rank's share of it, its own KV in `draft_pools` if it has any; None without
         speculation."""
         if self.make is None:
             return None
-        return self.make(Loading(self.shape, self.hidden, target, target_kv, draft_kv, on_progress, ranks))
+        return self.make(Loading(self.shape, self.hidden, target, target_pools, draft_pools, on_progress, ranks))
 
     def _pool(self, kv_dtype: KvDtype) -> PoolLayout | None:
         if not self.has_pool:

@@ -21,25 +21,26 @@ from ..pace.draft_length import DraftShape
 from ..rounds.batch import ForwardBatch
 from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
 from ..sampling.batch import SamplingBatch
+from ..state.model_pools import ModelPools
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted
 
 
 class FrozenKvDrafter:
-    """Owns the head; `target_kv` is the target's pool, which it only reads."""
+    """Owns the head. It only reads the target's pool of KV."""
 
     has_kv = False
     proposer = None
 
-    def __init__(self, head: FrozenKvHead, target_kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
+    def __init__(self, head: FrozenKvHead, target: ModelPools, hidden: HiddenLayout, shape: DraftShape) -> None:
         self.shape = shape
         self.hidden = hidden
         self._head = head
-        self._kv = target_kv
+        self._kv = target.kv
 
-    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
-        del draft_kv
-        self._kv = target_kv
+    def use_pools(self, target: ModelPools, draft: ModelPools | None) -> None:
+        del draft
+        self._kv = target.kv
 
     def allocate(self, num_rows: int) -> DraftState:
         return DraftState(hidden=self.hidden.allocate("recurrent", num_rows, self._kv.device))
@@ -115,7 +116,7 @@ def _read(wanted: Wanted) -> Speculation:
 
 def _load(file: FrozenKvFile, loading: Loading) -> FrozenKvDrafter:
     head = FrozenKvHead(file, loading.target, loading.ranks)
-    return FrozenKvDrafter(head, loading.target_kv, loading.hidden, loading.shape)
+    return FrozenKvDrafter(head, loading.target_pools, loading.hidden, loading.shape)
 
 
 FAMILY = Family(name="frozen-kv-mtp", read=_read, drafts_trees=True)

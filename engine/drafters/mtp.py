@@ -64,8 +64,8 @@ def _load(head: HeadFile, loading: Loading) -> Drafter:
     load = load_hyper_mtp if has_streams else load_mtp
     layers = load(head, prefixes, loading.ends, loading.ranks)
     if len(layers) == 1:
-        return ShiftedDrafter(layers[0], loading.kv, loading.hidden, loading.shape)
-    return MtpLayersDrafter(layers, loading.kv, loading.hidden, loading.shape)
+        return ShiftedDrafter(layers[0], loading.pools, loading.hidden, loading.shape)
+    return MtpLayersDrafter(layers, loading.pools, loading.hidden, loading.shape)
 
 
 FAMILY = Family(name="mtp", read=_read, drafts_trees=True, recognises=lambda names: len(layer_prefixes(names)) > 0)

@@ -31,6 +31,7 @@ from ..pace.draft_length import DraftShape
 from ..rounds.batch import ForwardBatch
 from ..rounds.trees import Drafts, sample_ahead
 from ..sampling.batch import SamplingBatch
+from ..state.model_pools import ModelPools
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 
@@ -41,17 +42,17 @@ class MtpLayersDrafter:
     has_kv = True
     proposer = None
 
-    def __init__(self, layers: Sequence[DraftHead], kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
-        """Take the layers' pool: `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim].
+    def __init__(self, layers: Sequence[DraftHead], pools: ModelPools, hidden: HiddenLayout, shape: DraftShape) -> None:
+        """Take the layers and their pools, which have a layer for each of them.
 
         The layers are chained if `hidden` has a recurrent state: each layer takes the state of the one before it."""
         num_layers = len(layers)
         assert 1 <= shape.num_steps <= num_layers, (shape, num_layers)
-        assert num_layers == kv.shape[0] == hidden.num_target_rows + 1, (num_layers, kv.shape, hidden)
+        assert num_layers == len(pools.kv) == hidden.num_target_rows + 1, (num_layers, pools.kv.shape, hidden)
         self.shape = shape
         self.hidden = hidden
         self._layers = layers
-        self._kv = kv
+        self._pools = pools
         self._is_chained = hidden.recurrent is not None
 
     @property
@@ -59,15 +60,17 @@ class MtpLayersDrafter:
         """Number of rows before L that every extend computes again, n - 1."""
         return len(self._layers) - 1
 
-    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
-        del target_kv
-        assert draft_kv is not None
-        self._kv = draft_kv
+    def use_pools(self, target: ModelPools, draft: ModelPools | None) -> None:
+        del target
+        assert draft is not None
+        self._pools = draft
 
     def allocate(self, num_rows: int) -> DraftState:
-        rows = self.hidden.allocate("extend", num_rows * self.num_before, self._kv.device)
+        rows = self.hidden.allocate("extend", num_rows * self.num_before, self._pools.kv.device)
         assert rows is not None
-        tokens = torch.zeros(num_rows, len(self._layers) + self.num_before, dtype=torch.int64, device=self._kv.device)
+        tokens = torch.zeros(
+            num_rows, len(self._layers) + self.num_before, dtype=torch.int64, device=self._pools.kv.device
+        )
         proposed, recent = tokens.split([len(self._layers), self.num_before], dim=1)
         return DraftState(
             proposed.clone(), rows=rows.view(num_rows, self.num_before, rows.shape[1]), recent=recent.clone()
@@ -101,8 +104,8 @@ class MtpLayersDrafter:
                 return
             rows = [BatchRow(tokens[i], chunks[i].start, chunks[i].pages, 0) for i in found]
             inputs = self.hidden.to_draft(torch.cat([states[i][: len(tokens[i])] for i in found]))
-            batch = ForwardBatch.build(rows, self._kv.shape[4], self._kv.device)
-            outputs = layer.forward(batch, self._kv[ahead - 1 : ahead], inputs, is_extend=True)
+            batch = ForwardBatch.build(rows, self._pools.kv.shape[4], self._pools.kv.device)
+            outputs = layer.forward(batch, self._pools.layer(ahead - 1), inputs, is_extend=True)
             if self._is_chained:
                 for i, output in zip(found, outputs.split([len(tokens[i]) for i in found]), strict=True):
                     states[i] = output
@@ -116,7 +119,7 @@ class MtpLayersDrafter:
         if not tails:
             return state
         assert state.rows is not None and state.recent is not None
-        num, device = self.num_before, self._kv.device
+        num, device = self.num_before, self._pools.kv.device
         recent: list[list[int]] = []
         for i, tail in enumerate(tails):
             num_known = min(num, tail.prompt_len - 1)
@@ -125,7 +128,7 @@ class MtpLayersDrafter:
             known = list(tail.token_ids[-num:])  # of rows .. L: L is the prompt's last
             recent.append([0] * (num - len(known)) + known)
         batch = ForwardBatch.build(
-            [BatchRow([0], tail.prompt_len - 1, tail.pages) for tail in tails], self._kv.shape[4], device
+            [BatchRow([0], tail.prompt_len - 1, tail.pages) for tail in tails], self._pools.kv.shape[4], device
         )
         state.recent.copy_(to_device(torch.tensor(recent), device))
         none = torch.zeros(len(tails), dtype=torch.int64, device=device)
@@ -151,7 +154,7 @@ class MtpLayersDrafter:
         first columns are rows before position 0. All columns then move up by as many, and the last ones run past the
         end, where everything is overwritten before it is read."""
         assert draft.rows is not None and draft.recent is not None
-        num_before, device = self.num_before, self._kv.device
+        num_before, device = self.num_before, self._pools.kv.device
         num_seqs, num_columns = len(targets), self.num_before + targets.shape[1]
         tokens = torch.cat([draft.recent, targets, targets.new_zeros(num_seqs, num_before)], dim=1)
         states = torch.cat([draft.rows, hidden], dim=1)  # [num_seqs, num_columns, width]
@@ -164,7 +167,7 @@ class MtpLayersDrafter:
         last = counted(num_seqs, device, num_columns)
         last = last + num_before + num_accepted - num_missing.squeeze(1)  # rows L + a
         batch = ForwardBatch.uniform(
-            used, start + column, start.squeeze(1) + num_columns, block_table, self._kv.shape[4]
+            used, start + column, start.squeeze(1) + num_columns, block_table, self._pools.kv.shape[4]
         )
 
         inputs = states.gather(1, used.unsqueeze(2).expand(-1, -1, states.shape[2])).flatten(0, 1)
@@ -173,7 +176,7 @@ class MtpLayersDrafter:
         next_column = num_accepted.unsqueeze(1) + num_before + 1  # of d_1 in `tokens`
         for m, layer in enumerate(self._layers):
             fed = tokens.gather(1, used + m).flatten()
-            outputs = layer.forward(replace(batch, input_ids=fed), self._kv[m : m + 1], inputs, is_extend=True)
+            outputs = layer.forward(replace(batch, input_ids=fed), self._pools.layer(m), inputs, is_extend=True)
             [final] = gather_rows([outputs], last)
             proposed = sample_ahead(layer.logits(final, sampling.lens(len(final))), sampling, drafted).unsqueeze(1)
             drafted = torch.cat([drafted, proposed], dim=1)

@@ -16,6 +16,7 @@ from ...metadata.handoff.schema.hidden_layout import HiddenLayout
 from ..pace.draft_length import DraftShape
 from ..rounds.trees import Drafts
 from ..sampling.batch import SamplingBatch
+from ..state.model_pools import ModelPools
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Speculation, Wanted
 from .suffixes import MAX_MATCH, MIN_MATCH, OwnSuffixes, SharedSuffixes
@@ -41,8 +42,8 @@ class NgramDrafter:
         self._own: dict[int, OwnSuffixes] = {}
         self._shared = SharedSuffixes(SHARED_TOKENS)
 
-    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
-        del target_kv, draft_kv
+    def use_pools(self, target: ModelPools, draft: ModelPools | None) -> None:
+        del target, draft
 
     def allocate(self, num_rows: int) -> DraftState:
         return DraftState()

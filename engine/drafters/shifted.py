@@ -30,6 +30,7 @@ from ..ranks.ranks import Ranks
 from ..rounds.batch import ForwardBatch
 from ..rounds.trees import Drafts, grow_tree, sample_ahead, top_of
 from ..sampling.batch import SamplingBatch
+from ..state.model_pools import ModelPools
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Loading, Speculation, Wanted
@@ -41,20 +42,20 @@ class ShiftedDrafter:
     has_kv = True
     proposer = None
 
-    def __init__(self, head: DraftHead, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
-        """Take the head's pool: `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
+    def __init__(self, head: DraftHead, pools: ModelPools, hidden: HiddenLayout, shape: DraftShape) -> None:
+        """Take the head and its pools."""
         self.shape = shape
         self.hidden = hidden
         self._head = head
-        self._kv = kv
+        self._pools = pools
 
-    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
-        del target_kv
-        assert draft_kv is not None
-        self._kv = draft_kv
+    def use_pools(self, target: ModelPools, draft: ModelPools | None) -> None:
+        del target
+        assert draft is not None
+        self._pools = draft
 
     def allocate(self, num_rows: int) -> DraftState:
-        topk, device = self.shape.topk, self._kv.device
+        topk, device = self.shape.topk, self._pools.kv.device
         return DraftState(
             torch.zeros(num_rows, topk, dtype=torch.int64, device=device),
             None if topk == 1 else torch.zeros(num_rows, topk, device=device),
@@ -148,18 +149,18 @@ class ShiftedDrafter:
         *,
         is_extend: bool = False,
     ) -> Tensor:
-        batch = ForwardBatch.uniform(tokens, positions, seq_lens, rows.block_table, self._kv.shape[4], tree)
+        batch = ForwardBatch.uniform(tokens, positions, seq_lens, rows.block_table, self._pools.kv.shape[4], tree)
         return self._run(batch, hidden, is_extend=is_extend)
 
     def _batch(self, rows: Sequence[BatchRow]) -> ForwardBatch:
-        return ForwardBatch.build(rows, self._kv.shape[4], self._kv.device)
+        return ForwardBatch.build(rows, self._pools.kv.shape[4], self._pools.kv.device)
 
     def _run(self, batch: ForwardBatch, hidden: Tensor, *, is_extend: bool) -> Tensor:
         """Return recurrent states [num_tokens, width], in the draft's dtype. `hidden` of an extend has the target's."""
         self.hidden.check("extend" if is_extend else "recurrent", hidden)
         if is_extend:
             hidden = self.hidden.to_draft(hidden)
-        recurrent = self._head.forward(batch, self._kv, hidden, is_extend=is_extend)
+        recurrent = self._head.forward(batch, self._pools, hidden, is_extend=is_extend)
         self.hidden.check("recurrent", recurrent)
         return recurrent
 
@@ -174,7 +175,7 @@ def shifted_speculation(
     """Return the joint configuration with a head that proposes one token, which `load` reads."""
 
     def make(loading: Loading) -> ShiftedDrafter:
-        return ShiftedDrafter(load(head, loading.ends, loading.ranks), loading.kv, loading.hidden, loading.shape)
+        return ShiftedDrafter(load(head, loading.ends, loading.ranks), loading.pools, loading.hidden, loading.shape)
 
     return Speculation(
         algorithm=wanted.algorithm,

@@ -25,6 +25,7 @@ from ..pace.draft_length import DraftShape
 from ..rounds.batch import ForwardBatch
 from ..rounds.trees import Drafts, sample_ahead
 from ..sampling.batch import SamplingBatch
+from ..state.model_pools import ModelPools
 from ..work import BatchRow
 from .base import DraftState, PromptChunk, PromptTail, RoundRows
 from .family import Family, Loading, Speculation, Wanted
@@ -36,18 +37,18 @@ class StandaloneDrafter:
     has_kv = True
     proposer = None
 
-    def __init__(self, model: DecoderModel, kv: Tensor, hidden: HiddenLayout, shape: DraftShape) -> None:
-        """Take the draft model's pool: `kv` [num_layers, num_pages, 2, num_kv_heads, page_size, head_dim]."""
+    def __init__(self, model: DecoderModel, pools: ModelPools, hidden: HiddenLayout, shape: DraftShape) -> None:
+        """Take the draft model and its pools."""
         self.shape = shape
         self.hidden = hidden
-        self.kv = kv
+        self.pools = pools
         self._model = model
-        self._page_size = kv.shape[4]
+        self._page_size = pools.kv.shape[4]
 
-    def use_pools(self, target_kv: Tensor, draft_kv: Tensor | None) -> None:
-        del target_kv
-        assert draft_kv is not None
-        self.kv = draft_kv
+    def use_pools(self, target: ModelPools, draft: ModelPools | None) -> None:
+        del target
+        assert draft is not None
+        self.pools = draft
 
     def allocate(self, num_rows: int) -> DraftState:
         return DraftState()
@@ -59,7 +60,7 @@ class StandaloneDrafter:
             end = position + 1
             batch = ForwardBatch.uniform(tokens[:, -1:], position.unsqueeze(1), end, rows.block_table, self._page_size)
             position = end
-            hidden = self._model.forward(batch, self.kv)
+            hidden = self._model.forward(batch, self.pools)
             if step < shape.num_steps:
                 if rows.sampling.needs.is_plain_greedy:
                     proposed = self._model.best(hidden).token_ids
@@ -77,7 +78,7 @@ class StandaloneDrafter:
             positions = rows.lengths.unsqueeze(1) + counted(tokens.shape[1], tokens.device)
             end = rows.lengths + tokens.shape[1]
             self._model.forward(
-                ForwardBatch.uniform(tokens, positions, end, rows.block_table, self._page_size), self.kv
+                ForwardBatch.uniform(tokens, positions, end, rows.block_table, self._page_size), self.pools
             )
         return DraftState()
 
@@ -85,7 +86,7 @@ class StandaloneDrafter:
         """Store draft KV of the same tokens."""
         assert hidden is None, hidden
         rows = [BatchRow(chunk.token_ids[chunk.start : chunk.stop], chunk.start, chunk.pages, 0) for chunk in chunks]
-        self._model.forward(ForwardBatch.build(rows, self._page_size, self.kv.device), self.kv)
+        self._model.forward(ForwardBatch.build(rows, self._page_size, self.pools.kv.device), self.pools)
 
     def finish_prompt(
         self, tails: Sequence[PromptTail], tokens: Tensor, hidden: Tensor | None, sampling: SamplingBatch
@@ -133,7 +134,7 @@ def _load(wanted: Wanted, draft: ModelConfig, loading: Loading) -> StandaloneDra
     model = load_model(
         wanted.draft_dir, draft, loading.dtype, loading.target.device, loading.on_progress, loading.ranks
     )
-    return StandaloneDrafter(model, loading.kv, loading.hidden, loading.shape)
+    return StandaloneDrafter(model, loading.pools, loading.hidden, loading.shape)
 
 
 FAMILY = Family(name="standalone", read=_read)

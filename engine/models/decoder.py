@@ -28,6 +28,7 @@ from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks, VocabShares
 from ..rounds.batch import ForwardBatch, JointBatch
 from ..sampling.row_shares import Lens
+from ..state.model_pools import ModelPools
 
 
 class TargetStates(NamedTuple):
@@ -122,23 +123,23 @@ class DecoderModel:
         """Width of the state that is handed to a drafter: for most families, the hidden state after the last norm."""
         return self.config.handoff_hidden_size
 
-    def forward(self, batch: ForwardBatch, kv: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, pools: ModelPools) -> Tensor:
         """Store the new tokens' KV in their pages and return their hidden states after the last norm,
-        [num_tokens, hidden_size].
-
-        `kv` [num_layers, num_pages, num_planes, num_kv_heads, page_size, head_dim], of the model's dtype."""
-        return self.forward_with_aux(batch, kv, ()).final
+        [num_tokens, hidden_size]."""
+        return self.forward_with_aux(batch, pools, ()).final
 
     @torch.inference_mode()
-    def forward_with_aux(self, batch: ForwardBatch | JointBatch, kv: Tensor, aux_layers: Sequence[int]) -> TargetStates:
+    def forward_with_aux(
+        self, batch: ForwardBatch | JointBatch, pools: ModelPools, aux_layers: Sequence[int]
+    ) -> TargetStates:
         """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
         inputs of `aux_layers` (num_layers: the last layer's output)."""
-        return self.stack(self.embed(batch.input_ids), self.begin(batch, kv), aux_layers)
+        return self.stack(self.embed(batch.input_ids), self.begin(batch, pools), aux_layers)
 
-    def begin(self, batch: ForwardBatch | JointBatch, kv: Tensor) -> AttentionContext:
+    def begin(self, batch: ForwardBatch | JointBatch, pools: ModelPools) -> AttentionContext:
         """Return what the attention layers of one forward share."""
-        assert kv.dtype in (self.dtype, E4M3), (kv.dtype, self.dtype)
-        return begin_attention(self.config, self._rotary, batch, kv, self.dtype)
+        assert pools.kv.dtype in (self.dtype, E4M3), (pools.kv.dtype, self.dtype)
+        return begin_attention(self.config, self._rotary, batch, pools, self.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""

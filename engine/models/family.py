@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint.config_file import ConfigFile
-from ..checkpoint.model_config import ExpertsConfig, LatentConfig, ModelConfig
+from ..checkpoint.model_config import ExpertsConfig, Further, LatentConfig, ModelConfig
 
 if TYPE_CHECKING:
     from ..checkpoint.weights import Weights
@@ -42,6 +42,7 @@ class ModelFamily:
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
     read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts
     read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own
+    read_further: Callable[[ConfigFile], tuple[Further, ...]] | None = None  # None: it has no pool beside that of KV
     mtp_layer_reader: str | None = None  # as `reader`, for a prediction layer; None: as Llama's
     own_mtp: tuple[str, ...] = ("model.layers.", "model.mtp_layers.")  # prediction layers in its checkpoints begin so
 

@@ -24,6 +24,7 @@ from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
 from ..rounds.batch import ForwardBatch
 from ..sampling.row_shares import Lens
+from ..state.model_pools import ModelPools
 from .decoder import Embedding, LmHead
 from .head_file import HeadFile
 from .hyper_eagle import load_hyper_eagle
@@ -42,7 +43,7 @@ class DraftHead(Protocol):
         """Configuration of the head's own layers."""
         ...
 
-    def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor, *, is_extend: bool) -> Tensor:
+    def forward(self, batch: ForwardBatch, pools: ModelPools, hidden: Tensor, *, is_extend: bool) -> Tensor:
         """Store the rows' KV and return recurrent states [num_tokens, width].
 
         `batch.input_ids` are tokens i + 1 for the rows i = `batch.positions`. `hidden` [num_tokens, width] is the
@@ -73,9 +74,9 @@ class EagleHead:
     rest: tuple[DecoderLayer, ...]
     logit_ids: None = None  # logits are of all tokens
 
-    def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor, *, is_extend: bool) -> Tensor:
+    def forward(self, batch: ForwardBatch, pools: ModelPools, hidden: Tensor, *, is_extend: bool) -> Tensor:
         eps = self.config.rms_norm_eps
-        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
+        context = begin_attention(self.config, self.rotary, batch, pools, hidden.dtype)
         x = self.fc(torch.cat([self.embed(batch.input_ids), hidden], dim=1))
         x = run_body(self.first, x, x, context, eps)
         for layer in self.rest:
@@ -102,9 +103,9 @@ class Eagle3Head:
     logit_ids: Tensor | None  # [draft_vocab_size] int32, ascending; None: all
     is_norm_before_residual: bool
 
-    def forward(self, batch: ForwardBatch, kv: Tensor, hidden: Tensor, *, is_extend: bool) -> Tensor:
+    def forward(self, batch: ForwardBatch, pools: ModelPools, hidden: Tensor, *, is_extend: bool) -> Tensor:
         eps = self.config.rms_norm_eps
-        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
+        context = begin_attention(self.config, self.rotary, batch, pools, hidden.dtype)
         x = self.fc(hidden) if is_extend else hidden.clone()
         normed = rms_norm(x, self.hidden_norm, eps)
         embedded = rms_norm(self.embed(batch.input_ids), self.embedding_norm, eps)

@@ -18,6 +18,7 @@ from ..layers.hyper_decoder import HyperDecoderLayer
 from ..products.linear import Linear
 from ..rounds.batch import ForwardBatch
 from ..sampling.row_shares import Lens
+from ..state.model_pools import ModelPools
 from .hyper_llama import read_hyper_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
@@ -36,9 +37,9 @@ class HyperEagleHead:
     norm: torch.Tensor  # [hidden_size]
     logit_ids: None = None  # logits are of all tokens
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pools: ModelPools, hidden: torch.Tensor, *, is_extend: bool) -> torch.Tensor:
         """Run the layers; states have the same form in both phases."""
-        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
+        context = begin_attention(self.config, self.rotary, batch, pools, hidden.dtype)
         embedded = self.target.embed(batch.input_ids)
         normed = rms_norm(hidden, self.hidden_norm, self.config.rms_norm_eps)
         streams = self._streams(self.fc(torch.cat([embedded, normed], dim=1)))

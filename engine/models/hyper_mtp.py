@@ -21,6 +21,7 @@ from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
 from ..rounds.batch import ForwardBatch
 from ..sampling.row_shares import Lens
+from ..state.model_pools import ModelPools
 from .head_file import HeadFile
 from .hyper_llama import read_hyper_layer
 from .mtp import load_layers
@@ -44,11 +45,11 @@ class HyperMtpHead:
     logit_ids: None = None  # logits are of all tokens
 
     def forward(
-        self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool = True
+        self, batch: ForwardBatch, pools: ModelPools, hidden: torch.Tensor, *, is_extend: bool = True
     ) -> torch.Tensor:
         """States come back, and go in, in the same form in both phases."""
         eps, size = self.config.rms_norm_eps, self.config.hidden_size
-        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
+        context = begin_attention(self.config, self.rotary, batch, pools, hidden.dtype)
         embedded = rms_norm(self.target.embed(batch.input_ids), self.embedding_norm, eps)
         normed = rms_norm(hidden.reshape(-1, size), self.hidden_norm, eps)  # [num_tokens * hc_mult, hidden_size]
         streams = self._streams(self.hidden_projection(normed).view(hidden.shape))

@@ -21,6 +21,7 @@ from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
 from ..rounds.batch import ForwardBatch
 from ..sampling.row_shares import Lens
+from ..state.model_pools import ModelPools
 from .families import FAMILIES
 from .head_file import HeadFile
 from .heads import run_body
@@ -51,10 +52,10 @@ class MtpHead:
     logit_ids: None = None  # logits are of all tokens
 
     def forward(
-        self, batch: ForwardBatch, kv: torch.Tensor, hidden: torch.Tensor, *, is_extend: bool = True
+        self, batch: ForwardBatch, pools: ModelPools, hidden: torch.Tensor, *, is_extend: bool = True
     ) -> torch.Tensor:
         eps = self.config.rms_norm_eps
-        context = begin_attention(self.config, self.rotary, batch, kv, hidden.dtype)
+        context = begin_attention(self.config, self.rotary, batch, pools, hidden.dtype)
         embedded = self.target.embed(batch.input_ids)
         if self.is_mimo:
             embedded = torch.where(batch.positions.unsqueeze(1) == 0, 0.0, embedded)

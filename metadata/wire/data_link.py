@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from .node_info import Address, DevicePools, HandoffSchema, HostMemory
+from .node_info import MAX_POOLS, Address, DevicePools, HandoffSchema, HostMemory
 from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Text
 
@@ -61,8 +61,8 @@ class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     lease_s: Annotated[float, Meta(ge=MIN_LEASE_S, le=1e4)]  # a shorter lease would be renewed all the time
     num_pages: Count = 0
     pid: Count = 0
-    fds: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
-    sizes: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
+    fds: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
+    sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
 
 
 class CudaWelcome(LinkWelcome, frozen=True, tag="cuda_welcome", kw_only=True):

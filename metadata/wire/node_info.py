@@ -12,6 +12,8 @@ from .request import MAX_CONTEXT, Count, Digest, Index, Name, Seconds, Text, Tok
 MAX_FROZEN_LAYERS = 256
 MAX_RANKS = 1024  # of a node
 MAX_SPECIAL_TOKENS = 64  # with a name
+MAX_FURTHER_POOLS = 7  # of a model
+MAX_POOLS = 2 * (1 + MAX_FURTHER_POOLS)  # of target and draft
 
 Role = Literal["prefill", "decode"]
 Address = Annotated[str, Meta(max_length=256)]
@@ -28,6 +30,15 @@ class KvPlane(Message, frozen=True):
     alignment: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 1  # of its blocks, bytes
 
 
+class FurtherPool(Message, frozen=True):
+    """Layout of a pool that a model has beside the pool of its KV, such as keys of an indexer. It has the same page
+    numbers, and layers and planes of its own."""
+
+    name: Name
+    num_layers: Index
+    planes: Annotated[tuple[KvPlane, ...], Meta(min_length=1, max_length=8)]
+
+
 class PoolLayout(Message, frozen=True, omit_defaults=True):
     """Layout of one KV pool. A page has K and V, [num_layers, 2, num_kv_heads, page_size, head_dim] of dtype.
 
@@ -41,6 +52,7 @@ class PoolLayout(Message, frozen=True, omit_defaults=True):
     head_dim: Index
     dtype: Literal["float32", "bfloat16", "float16"]
     planes: Annotated[tuple[KvPlane, ...], Meta(max_length=8), Since(6)] = ()
+    further: Annotated[tuple[FurtherPool, ...], Meta(max_length=MAX_FURTHER_POOLS), Since(8)] = ()
 
 
 class RowField(Message, frozen=True):
@@ -68,10 +80,11 @@ class HandoffSchema(Message, frozen=True):
 
 
 class DevicePools(Message, frozen=True):
-    """A node's pools on its GPU: target, then draft. Their file descriptors went to the peer's inbox with `token`."""
+    """A node's pools on its GPU, in the order of the schema. Their file descriptors went to the peer's inbox with
+    `token`."""
 
     device: Name  # its UUID
-    sizes: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=2)]  # of the allocations, bytes
+    sizes: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_POOLS)]  # of the allocations, bytes
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 

@@ -191,7 +191,7 @@ def draft_kv_of(pair: NodePair, rid: str, prompt: list[int], num_rows: int) -> t
     pair.submit(rid, prompt, params(3))
     pair.step_until(lambda: pair.decode.scheduler.running)
     [running] = pair.decode.scheduler.running
-    kv = gather(pair.decode.executor.engine._kvs[1], running.pages, num_rows)
+    kv = gather(pair.decode.executor.engine.kvs[1], running.pages, num_rows)
     pair.run()
     return pair.admitted[0].num_cached_pages, kv
 
@@ -261,6 +261,6 @@ def pair_with_holes(name: str, plain: Any, make_pair: MakePair, tmp_path: Path) 
     if name == "standalone":
         more["draft_model"] = str(drafters.perturbed(model, tmp_path / name, 10.0))
     pair = make_pair(name, model, **more)
-    for kv in pair.decode.executor.engine._kvs[1:]:
+    for kv in pair.decode.executor.engine.kvs[1:]:
         kv.fill_(3.0)  # a slot that was never computed is far from right
     return pair

@@ -27,6 +27,7 @@ from baton.engine.pace.draft_length import DraftShape
 from baton.engine.prompts import prompts as engine_prompts
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.rounds.trees import Drafts
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.prefill_node import scheduler as prefill_scheduler
 
@@ -84,7 +85,7 @@ class Checked:
         pages = list(range(1, 2 + num_rows // page_size))
         batch = ForwardBatch.build([BatchRow(sequence.token_ids[:num_rows], 0, pages)], page_size, "cpu")
         kv = torch.zeros_like(engine.kv[:, : len(pages) + 1])
-        states = engine.model.forward_with_aux(batch, kv, ()).handoff
+        states = engine.model.forward_with_aux(batch, ModelPools(kv), ()).handoff
         layers, proposals = self._layers.layered(states, sequence.token_ids, lambda logits, _: int(logits.argmax()))
 
         kept = min(NUM_LAYERS - 1, num_rows)
@@ -93,7 +94,7 @@ class Checked:
         assert rows.shape == (NUM_LAYERS - 1, states.shape[1])
         assert recent[NUM_LAYERS - 1 - kept :] == sequence.token_ids[num_rows + 1 - kept :], sequence.unit
         assert torch.allclose(rows[NUM_LAYERS - 1 - kept :], states[num_rows - kept :], atol=1e-4), sequence.unit
-        kv = self.drafter._kv[:, sequence.pages].transpose(2, 4).flatten(1, 2)  # [layer, slot, kv head, K|V, head_dim]
+        kv = self.drafter._pools.kv[:, sequence.pages].transpose(2, 4).flatten(1, 2)  # [layer, slot, kv head, K|V, dim]
         for m in range(NUM_LAYERS):
             num_final = max(0, num_rows - m)  # the others were computed from proposals, or not yet after a preemption
             for which, expected in enumerate(layers[m]):
@@ -175,12 +176,12 @@ def _no_second_computation(checked: Checked) -> None:
     observe = drafter.observe
 
     def mutated(rows: RoundRows, *more: Any) -> DraftState:
-        before = drafter._kv.clone()
+        before = drafter._pools.kv.clone()
         state = observe(rows, *more)
         for length, pages in zip(rows.lengths.tolist(), rows.block_table.tolist(), strict=True):
             for position in range(max(0, length + 1 - NUM_LAYERS), length):
                 page, slot = pages[position // 4], position % 4
-                drafter._kv[:, page, :, :, slot] = before[:, page, :, :, slot]
+                drafter._pools.kv[:, page, :, :, slot] = before[:, page, :, :, slot]
         return state
 
     drafter.observe = mutated

@@ -160,14 +160,14 @@ def test_a_page_is_copied_in_every_pool(
 ) -> None:
     model = target_of("eagle", checkpoint)
     engine = make_engine(model, **settings("eagle", model, tmp_path))
-    assert len(engine._kvs) == 2
+    assert len(engine.kvs) == 2
     expected: list[torch.Tensor] = []
-    for kv in engine._kvs:
+    for kv in engine.kvs:
         kv.copy_(torch.randn(kv.shape))
         expected.append(kv.clone())
         expected[-1][:, 9] = kv[:, 4]
     engine.copy_page(4, 9)
-    assert all(torch.equal(kv, pool) for kv, pool in zip(engine._kvs, expected, strict=True))
+    assert all(torch.equal(kv, pool) for kv, pool in zip(engine.kvs, expected, strict=True))
 
 
 def test_the_kv_of_slots_is_moved_along_the_block_table(engine: Engine) -> None:

@@ -162,7 +162,7 @@ def test_the_pools_of_target_and_draft_have_the_bytes_that_the_schema_states(
     sizes = [sum(-(-page_size * each // 16) * 16 for each in (own.head_dim, 4)) for own in (config, draft)]
     assert page_size == PAGE_SIZE or blocks[0] * sizes[0] == 1280
     assert engine.pool_bytes == 40 * engine.page_bytes == 40 * sum(map(int.__mul__, blocks, sizes))
-    assert [kv.dtype for kv in engine._kvs] == [E4M3, E4M3]
+    assert [kv.dtype for kv in engine.kvs] == [E4M3, E4M3]
     plain = engine_of(target, **drafting)
     fp8, float32 = "2 heads x 24 float8_e4m3fn + 4 bytes aligned to 16 bytes", "2 heads x 24 float32"
     refusal = differences(engine.schema, plain.schema)  # the sentences with which the nodes refuse each other

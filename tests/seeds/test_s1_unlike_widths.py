@@ -189,7 +189,7 @@ def test_every_state_and_pool_has_the_dtype_of_its_side(
     target, draft = (getattr(torch, name) for name in dtypes)
     schema, layout = engine.schema, engine.speculation.hidden
     assert schema.draft is not None and (schema.target.dtype, schema.draft.dtype) == dtypes
-    assert [kv.dtype for kv in engine._kvs] == [target, draft]
+    assert [kv.dtype for kv in engine.kvs] == [target, draft]
     assert engine.drafter is not None
     state = dict(engine.drafter.allocate(2).present())
     fields = {field.name: field.dtype for field in schema.row}
@@ -296,14 +296,14 @@ def check_idle(rounds: Rounds) -> None:
     engine, drafter = rounds.executor.engine, rounds.executor.drafter
     assert drafter is not None
     layout = engine.speculation.hidden
-    pools = [kv.clone() for kv in engine._kvs]
+    pools = [kv.clone() for kv in engine.kvs]
     nobody, none = SamplingBatch.of([]), torch.zeros(0, dtype=torch.int64)
     assert not rounds.run([], DraftShape(0), []).rows and not rounds.run([], rounds.shape, []).rows
     check_empty(drafter, drafter.finish_prompt([], none, layout.allocate("extend", 0), nobody))
     drafter.observe_prompt([PromptChunk([5, 6, 7], 2, 3, [1])], layout.allocate("extend", 1))  # no next token yet
     check_empty(drafter, drafter.finish_prompt([], none, layout.allocate("extend", 0), nobody))
     assert rounds.stats.num_verified == 0
-    for before, after in list(zip(pools, engine._kvs, strict=True))[: 2 if engine.cache.lookahead else 1]:
+    for before, after in list(zip(pools, engine.kvs, strict=True))[: 2 if engine.cache.lookahead else 1]:
         assert torch.equal(before, after)  # STANDALONE alone has a row of its own for a prompt's last token
 
 

@@ -100,7 +100,7 @@ class Outsiders:
         columns += [kept.unflatten(0, (-1, MAX_MISSED + 1)) for kept in slots._missed]
         mine = [column[rows].clone() for column in columns if column is not None]
         both = [column[:, [*rows, slots.padding]].clone() for column in (slots._ints, slots._floats)]
-        return mine + both + [kv[:, pages].clone() for kv in self._solo.engine._kvs]
+        return mine + both + [kv[:, pages].clone() for kv in self._solo.engine.kvs]
 
 
 def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:

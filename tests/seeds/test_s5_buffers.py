@@ -69,7 +69,7 @@ class Buffers:
             copies["counts"] = slots._output_counts[[*idle, slots.padding]].clone()
         copies |= {f"draft.{name}": value[idle].clone() for name, value in slots._draft.present()}
         num_again = self._solo.drafter.hidden.num_target_rows  # rows before L that an extend computes again
-        for pool, kv in enumerate(engine._kvs):
+        for pool, kv in enumerate(engine.kvs):
             for index, sequence in enumerate(self._sequences):
                 rows = kv[:, sequence.pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
                 copies[f"kv {pool} {index}"] = rows[:, :, :, : sequence.num_computed - (num_again if pool else 0)]

@@ -180,10 +180,11 @@ def test_a_slot_left_empty_after_full_acceptance_is_caught(
 
     def hasty(self: Any, rows: RoundRows, shape: DraftShape) -> Drafts:
         drafts = propose(self, rows, shape)
-        page_size = self.kv.shape[4]
+        kv = self.pools.kv
+        page_size = kv.shape[4]
         for length, table in zip(rows.lengths.tolist(), rows.block_table, strict=True):
             slot = length + shape.num_steps
-            self.kv[:, table[slot // page_size], :, :, slot % page_size] = POISON
+            kv[:, table[slot // page_size], :, :, slot % page_size] = POISON
         return drafts
 
     monkeypatch.setattr(standalone.StandaloneDrafter, "propose", hasty)

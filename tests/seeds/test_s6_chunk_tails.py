@@ -82,8 +82,8 @@ def run(pair: NodePair, name: str) -> list[Seen]:
         [sequence] = sequences
         index = int(sequence.unit.rid.removeprefix(name))
         current[:] = [index]
-        if not seen[index].proposals and len(engine._kvs) > 1:
-            seen[index].kv = gather(engine._kvs[1], sequence.pages, sequence.num_computed)
+        if not seen[index].proposals and len(engine.kvs) > 1:
+            seen[index].kv = gather(engine.kvs[1], sequence.pages, sequence.num_computed)
         return submit(sequences, *rest)
 
     def collecting(submitted: Any) -> Any:
@@ -273,7 +273,7 @@ def test_a_tail_offered_before_the_first_token_is_caught(
         finish = engine.drafter.finish_prompt  # type: ignore[union-attr]
 
         def late(tails: Any, *rest: Any) -> Any:
-            kvs = engine._kvs
+            kvs = engine.kvs
             kept = [kvs[1][:, tail.pages[-1]].clone() for tail in tails]
             drafts = finish(tails, *rest)
             for tail, page in zip(tails, kept, strict=True):

@@ -40,7 +40,7 @@ def test_a_rank_without_rows_runs_everything(
     model = target_of(name, checkpoint)
     tree = {"draft_topk": topk, "draft_tokens": 4} if topk > 1 else {}
     solo = Solo(model, num_pages=60, **settings(name, model, tmp_path, steps=3), **tree)
-    kvs = [kv.clone() for kv in solo.engine._kvs]
+    kvs = [kv.clone() for kv in solo.engine.kvs]
     executor, shape = solo.executor, solo.rounds.shape
     executor.slots.allocate_all()
     for num_steps in (0, shape.num_steps):
@@ -51,7 +51,7 @@ def test_a_rank_without_rows_runs_everything(
         for num_rows in (1, shape.num_steps + 1):
             executor.submit(CatchUp([], [], [], [], [], num_rows, Needs()))
     executor.submit(Recompute([], []))
-    assert all(torch.equal(kv, before) for kv, before in zip(solo.engine._kvs, kvs, strict=True))
+    assert all(torch.equal(kv, before) for kv, before in zip(solo.engine.kvs, kvs, strict=True))
 
 
 @pytest.mark.parametrize("name", ["ngram", *ALL])
@@ -134,7 +134,7 @@ def test_all_ranks_are_idle(
     """Work without rows reports nothing, and no page but that of padding changes."""
     with worlds.of(Cell(name, variant, 0), tmp_path, monkeypatch) as world:
         ranks, executor = world.ranks, world.ranks.executors[1]
-        before = [[kv.clone() for kv in engine._kvs] for engine in ranks.engines]
+        before = [[kv.clone() for kv in engine.kvs] for engine in ranks.engines]
         ranks.do({1: lambda: ranks.prompts[1].submit(Chunk([], [])).wait()})
         for phase, work in IDLE_WORKS.items():
             if phase == "catch-up" and not world.has_kv:
@@ -144,7 +144,7 @@ def test_all_ranks_are_idle(
                 assert ranks.do({1: executor.collect}) == {1: RoundTokens([])}
         world.check_drafters()
         for engine, kvs in zip(ranks.engines, before, strict=True):
-            assert all(torch.equal(kv[:, 1:], old[:, 1:]) for kv, old in zip(engine._kvs, kvs, strict=True))
+            assert all(torch.equal(kv[:, 1:], old[:, 1:]) for kv, old in zip(engine.kvs, kvs, strict=True))
 
 
 # --- the defects ---

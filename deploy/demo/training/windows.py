@@ -28,10 +28,11 @@ from ....engine.models.head_file import read_head, tensor_names
 from ....engine.models.heads import load_eagle, load_eagle3
 from ....engine.models.mtp import load_mtp, takes_chained_states
 from ....engine.rounds.batch import ForwardBatch
+from ....engine.state.model_pools import ModelPools
 from .weights import TrainedWeights
 
 KeyValue = tuple[Tensor, Tensor]  # each [batch, num_kv_heads, seq_len, head_dim], keys already rotated
-NO_POOL = torch.empty(0)
+NO_POOLS = ModelPools(torch.empty(0))
 
 
 @dataclass(slots=True, eq=False)
@@ -205,14 +206,14 @@ class Drafter:
             tokens = input_ids[:, s + 1 : s + 1 + num_anchors]
             if len(self.heads) > 1:
                 head, attention = self.heads[s], WindowAttention(batch, anchors)
-                state = head.forward(_batch(tokens, attention), NO_POOL, hidden)
+                state = head.forward(_batch(tokens, attention), NO_POOLS, hidden)
                 logits = head.logits(state)
             elif self.is_frozen:
                 frozen = FrozenAttention(rows.kv, batch, num_anchors)
-                state, logits = self.heads[0].forward(_batch(tokens, frozen, anchors), NO_POOL, hidden)
+                state, logits = self.heads[0].forward(_batch(tokens, frozen, anchors), NO_POOLS.kv, hidden)
             else:
                 steps = replace(steps, positions=anchors + s)  # one `kv` for all steps
-                state = self.heads[0].forward(_batch(tokens, steps), NO_POOL, hidden, is_extend=s == 0)
+                state = self.heads[0].forward(_batch(tokens, steps), NO_POOLS, hidden, is_extend=s == 0)
                 logits = self.heads[0].logits(state)
             yield Step(logits.unflatten(0, (batch, -1)), state.unflatten(0, (batch, -1)))
             hidden = state if self.is_chained else hidden

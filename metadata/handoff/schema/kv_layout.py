@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ...errors import ConfigError
-from ...wire.node_info import KvPlane, PoolLayout
+from ...wire.node_info import FurtherPool, KvPlane, PoolLayout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8}
 
@@ -83,7 +83,7 @@ class KvLayout:
 
     @staticmethod
     @lru_cache(64)
-    def of(pool: PoolLayout, page_size: int) -> KvLayout:
+    def of(pool: PoolLayout | FurtherPool, page_size: int) -> KvLayout:
         """Return the layout of the pool that a schema describes."""
         return KvLayout(pool.num_layers, page_size, planes_of(pool))
 
@@ -200,29 +200,37 @@ class KvLayout:
         )
 
 
-def planes_of(pool: PoolLayout) -> tuple[KvPlane, ...]:
+def planes_of(pool: PoolLayout | FurtherPool) -> tuple[KvPlane, ...]:
     """Return the planes of a pool. A pool that lists none has K and V of equal heads."""
-    if pool.planes:
+    if isinstance(pool, FurtherPool) or pool.planes:
         return pool.planes
     names = ("k", "v")
     return tuple(KvPlane(name, num_heads=pool.num_kv_heads, head_dim=pool.head_dim, dtype=pool.dtype) for name in names)
 
 
-def pool_of(num_layers: int, dtype: Literal["float32", "bfloat16", "float16"], planes: Sequence[KvPlane]) -> PoolLayout:
-    """Return the description of a pool with these planes. `dtype`: of the values as attention takes them.
+def pool_of(
+    num_layers: int,
+    dtype: Literal["float32", "bfloat16", "float16"],
+    planes: Sequence[KvPlane],
+    further: Sequence[FurtherPool] = (),
+) -> PoolLayout:
+    """Return the description of a pool with these planes. `dtype`: of the values as attention takes them. `further`:
+    pools beside it.
 
     Planes that a pool has anyway are not listed, so equal pools have equal descriptions. Raises ConfigError if two
-    planes have one name.
+    planes, or two pools, have one name.
     """
+    if len({pool.name for pool in further}) < len(further):
+        raise ConfigError(f"further pools have the names {', '.join(pool.name for pool in further)}: give each its own")
     if len({plane.name for plane in planes}) < len(planes):
         names = ", ".join(plane.name for plane in planes)
         raise ConfigError(f"planes {planes_words(planes)} have the names {names}: give each plane a name of its own")
     first = planes[0]
-    plain = PoolLayout(num_layers=num_layers, num_kv_heads=first.num_heads, head_dim=first.head_dim, dtype=dtype)
+    plain = PoolLayout(num_layers, first.num_heads, first.head_dim, dtype, further=tuple(further))
     if planes_of(plain) == tuple(planes):
         return plain
     # zeros, so that a peer that does not know `planes` takes the pool for none of its own
-    return PoolLayout(num_layers=num_layers, num_kv_heads=0, head_dim=0, dtype=dtype, planes=tuple(planes))
+    return PoolLayout(num_layers, 0, 0, dtype, tuple(planes), tuple(further))
 
 
 def planes_words(planes: Sequence[KvPlane]) -> str:

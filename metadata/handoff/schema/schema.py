@@ -17,14 +17,15 @@ reserves. An empty node has room for its drafts too, because its pool holds its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import xxhash
 
 from ...errors import ConfigError
-from ...wire.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, Role, RowField
+from ...wire.node_info import MAX_FROZEN_LAYERS, FurtherPool, HandoffSchema, PoolLayout, Role, RowField
+from ...wire.protocol import PROTOCOL_MIN, fields_since
 from ...wire.request import MAX_TOP_LOGPROBS
 from .kv_layout import DTYPE_BYTES, KvLayout, plane_words, planes_of, planes_words
 
@@ -150,14 +151,30 @@ def on_gpu(schema: HandoffSchema) -> HandoffSchema:
     return schema if schema.checksum == "none" else msgspec.structs.replace(schema, checksum=GPU_CHECKSUM)
 
 
-def pools(schema: HandoffSchema) -> tuple[PoolLayout, ...]:
-    """Return the KV pools in wire order: target, then draft if there is one."""
-    return (schema.target,) if schema.draft is None else (schema.target, schema.draft)
+def pools(schema: HandoffSchema) -> dict[str, PoolLayout | FurtherPool]:
+    """Return the pools by name, in wire order: "target", further pools of the target such as "target.index", then the
+    same of the draft, if it has a pool. All of them have the same page numbers."""
+    named: dict[str, PoolLayout | FurtherPool] = {}
+    for owner, pool in (("target", schema.target), ("draft", schema.draft)):
+        if pool is not None:
+            named[owner] = pool
+            named |= {f"{owner}.{each.name}": each for each in pool.further}
+    return named
 
 
 def kv_layouts(schema: HandoffSchema) -> tuple[KvLayout, ...]:
-    """Return the layouts of the KV pools in wire order."""
-    return tuple(KvLayout.of(pool, schema.page_size) for pool in pools(schema))
+    """Return the layouts of the pools in wire order."""
+    return tuple(KvLayout.of(pool, schema.page_size) for pool in pools(schema).values())
+
+
+def further_pools(schema: HandoffSchema) -> dict[str, FurtherPool]:
+    """Return the pools beside those of KV, by name."""
+    return {name: pool for name, pool in pools(schema).items() if isinstance(pool, FurtherPool)}
+
+
+def needed_protocol(schema: HandoffSchema) -> int:
+    """Return the oldest protocol in which peers learn of all pools."""
+    return fields_since(PoolLayout)["further"] if further_pools(schema) else PROTOCOL_MIN
 
 
 def page_bytes(schema: HandoffSchema) -> int:
@@ -166,8 +183,8 @@ def page_bytes(schema: HandoffSchema) -> int:
 
 
 def blocks_per_page(schema: HandoffSchema) -> int:
-    """Return the number of checksums of one page: one per (layer, plane, head), target then draft; 0 if the schema has
-    no checksums."""
+    """Return the number of checksums of one page: one per (layer, plane, head), pool by pool; 0 if the schema has no
+    checksums."""
     if schema.checksum == "none":
         return 0
     return sum(layout.num_layers * layout.blocks_per_layer for layout in kv_layouts(schema))
@@ -186,12 +203,14 @@ def field_bytes(field: RowField) -> int:
 def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
     """Return what the handoff of a prompt of `prompt_len` tokens moves if the decode node has none of it cached."""
     num_pages = pages_of(prompt_len, schema.page_size)
-    kv_bytes = [num_pages * layout.page_bytes for layout in kv_layouts(schema)]
+    of_owner: dict[str, int] = {"target": 0, "draft": 0}
+    for name, layout in zip(pools(schema), kv_layouts(schema), strict=True):
+        of_owner[name.partition(".")[0]] += num_pages * layout.page_bytes
     is_hidden = {name for name, kind in ROW_KINDS.items() if kind.is_hidden_state}
     hidden_state = sum(field_bytes(field) for field in schema.row if field.name in is_hidden)
     return HandoffBytes(
-        target_kv=kv_bytes[0],
-        draft_kv=sum(kv_bytes[1:]),
+        target_kv=of_owner["target"],
+        draft_kv=of_owner["draft"],
         hidden_state=hidden_state,
         rest_of_row=row_bytes(schema) - hidden_state,
     )
@@ -223,11 +242,8 @@ def decode_len(num_tokens: int, rounds_len: int, context_len: int) -> int:
 def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:
     """Return what differs, one phrase per field that names both values ("page_size: 16 here, 32 there"); empty if
     equal."""
-    by_planes = [
-        any(pool is not None and pool.planes for pool in pools)
-        for pools in zip(_both_pools(here), _both_pools(there), strict=True)
-    ]
-    ours, theirs = _flat(here, *by_planes), _flat(there, *by_planes)
+    by_planes = {name for schema in (here, there) for name, pool in pools(schema).items() if pool.planes}
+    ours, theirs = _flat(here, by_planes), _flat(there, by_planes)
     names = [*ours, *(name for name in theirs if name not in ours)]
     return [
         f"{name}: {ours.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
@@ -238,18 +254,17 @@ def differences(here: HandoffSchema, there: HandoffSchema) -> list[str]:
 
 def describe(schema: HandoffSchema) -> str:
     """Return the schema in one line of words, for logs."""
-    words = [f"algorithm {schema.algorithm}", f"page_size {schema.page_size}", f"target {pool_words(schema.target)}"]
-    if schema.draft is not None:
-        words.append(f"draft {pool_words(schema.draft)}")
+    words = [f"algorithm {schema.algorithm}", f"page_size {schema.page_size}"]
+    words += [f"{name} {pool_words(pool)}" for name, pool in pools(schema).items()]
     if schema.frozen_layers:
         words.append(f"draft on KV of target layers {layer_words(schema.frozen_layers)}")
     words.append(f"{page_bytes(schema)} bytes per page, {row_bytes(schema)} per row, checksum {schema.checksum}")
     return ", ".join(words)
 
 
-def pool_words(pool: PoolLayout) -> str:
+def pool_words(pool: PoolLayout | FurtherPool) -> str:
     """Return a pool's layout in words."""
-    if pool.planes:
+    if isinstance(pool, FurtherPool) or pool.planes:
         return f"{pool.num_layers} layers x ({planes_words(pool.planes)})"
     return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
 
@@ -301,25 +316,22 @@ def _draft_fields(hidden: HiddenLayout | None, num_proposals: int, ranks_trees: 
     return fields
 
 
-def _both_pools(schema: HandoffSchema) -> tuple[PoolLayout | None, PoolLayout | None]:
-    return schema.target, schema.draft
-
-
-def _flat(schema: HandoffSchema, *by_planes: bool) -> dict[str, Any]:
-    """Return the values by dotted field names. `by_planes`: whether target and draft are described by their planes,
-    which a pool of K and V need not list."""
+def _flat(schema: HandoffSchema, by_planes: Collection[str]) -> dict[str, Any]:
+    """Return the values by dotted field names. `by_planes`: names of pools that are described by their planes, which a
+    pool of K and V need not list."""
     flat: dict[str, Any] = {
         "algorithm": schema.algorithm,
         "page_size": schema.page_size,
         "key_lookahead": schema.key_lookahead,
         "checksum": schema.checksum,
     }
-    for name, pool, has_planes in zip(("target", "draft"), _both_pools(schema), by_planes, strict=True):
-        if pool is None:
+    for name, pool in pools(schema).items():
+        if isinstance(pool, FurtherPool):
+            flat[name] = pool_words(pool)
             continue
         fields = msgspec.structs.asdict(pool)
-        del fields["planes"]
-        if has_planes:
+        del fields["planes"], fields["further"]
+        if name in by_planes:
             del fields["num_kv_heads"], fields["head_dim"]
             planes = planes_of(pool) if pool.planes or pool.num_kv_heads else ()  # an old node tells no planes
             fields |= {f"plane {index}": plane_words(plane) for index, plane in enumerate(planes)}

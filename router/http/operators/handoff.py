@@ -13,13 +13,14 @@ from ....metadata.handoff.schema.schema import (
     RowKind,
     blocks_per_page,
     field_bytes,
+    further_pools,
     handoff_bytes,
     layer_words,
     page_bytes,
     pool_words,
     row_bytes,
 )
-from ....metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
+from ....metadata.wire.node_info import FurtherPool, HandoffSchema, PoolLayout, RowField
 from ...nodes.node import NodeGroup
 from ..server.api import Api, json_response
 from .admin_types import HandoffAnswer, HandoffField, HandoffGroup, NodesOfRoles, PromptBytes
@@ -94,17 +95,20 @@ def _page_words(schema: HandoffSchema) -> list[str]:
     if schema.key_lookahead:
         following = "one" if schema.key_lookahead == 1 else str(schema.key_lookahead)
         key += f" and the next {following}, on which draft KV depends"
+    further = further_pools(schema)
+    of_all = " of all pools" if further else " of both" if schema.draft else ""
     num_blocks = blocks_per_page(schema)
     checksums = f"{num_blocks} checksums ({schema.checksum})" if num_blocks else "no checksum"
     return [
         f"target KV: {_pool_words(schema.target, schema.page_size)}",
         f"draft KV: {draft}",
-        f"a page{' of both' if schema.draft else ''}: {page_bytes(schema):,} bytes, checked by {checksums}",
+        *(f"{name}: {_pool_words(pool, schema.page_size)}" for name, pool in further.items()),
+        f"a page{of_all}: {page_bytes(schema):,} bytes, checked by {checksums}",
         f"prefix caches know a page by {key}",
     ]
 
 
-def _pool_words(pool: PoolLayout | None, page_size: int) -> str:
+def _pool_words(pool: PoolLayout | FurtherPool | None, page_size: int) -> str:
     if pool is None:
         return "none"
     return f"{pool_words(pool)}, {KvLayout.of(pool, page_size).page_bytes:,} bytes per page"

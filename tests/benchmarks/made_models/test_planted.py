@@ -130,7 +130,7 @@ def test_random_weights_are_not_zero_and_write_beside_the_text(tmp_path: Path) -
     model = write_planted(tmp_path, small(dtype="float32"))
     engine = engine_of(tmp_path)
     batch = ForwardBatch.build([BatchRow(random_prompt(64), 0, [1, 2, 3, 4])], PAGE, "cpu")
-    first, *_, last = engine.model.forward_with_aux(batch, engine.kv, range(5)).aux
+    first, *_, last = engine.model.forward_with_aux(batch, engine.target_pools, range(5)).aux
     moved = last - first
     beside = moved[:, model.dims.size :]
     assert (beside.std(0) > 0.3 * model.stream.random).all()
@@ -275,7 +275,9 @@ class Context:
         ids = [self.prompt[-1], *self.next[:-1]]
         batch = ForwardBatch.build([BatchRow(ids, len(self.prompt) - 1, pages or self.pages)], PAGE, "cpu")
         batch = dataclasses.replace(batch, positions=batch.positions + shift)
-        tokens = self.engine.model.logits(self.engine.model.forward(batch, self.engine.kv)).argmax(-1).tolist()
+        tokens = (
+            self.engine.model.logits(self.engine.model.forward(batch, self.engine.target_pools)).argmax(-1).tolist()
+        )
         return sum(token != right for token, right in zip(tokens, self.next, strict=True))
 
 
@@ -343,4 +345,8 @@ def verify(context: Context, known: list[int], nodes: list[int], visible: torch.
         PAGE,
         Tree(torch.tensor([start]), visible),
     )
-    return context.engine.model.logits(context.engine.model.forward(batch, context.engine.kv)).argmax(-1).tolist()
+    return (
+        context.engine.model.logits(context.engine.model.forward(batch, context.engine.target_pools))
+        .argmax(-1)
+        .tolist()
+    )

@@ -102,7 +102,7 @@ def test_wrong_states_and_wrong_kv_of_the_draft_are_rejected(headed: Headed) -> 
         solo.engine.states = lambda batch: (states(batch)[0].roll(1, 0), states(batch)[1])  # type: ignore[method-assign, union-attr]
 
     def without_kv(solo: Solo) -> None:
-        solo.engine._kvs[1][:, 1:30] = 0.0
+        solo.engine.kvs[1][:, 1:30] = 0.0
 
     for spoil in (without_state, without_kv):
         solo = solo_of(headed(1.0))

@@ -19,6 +19,7 @@ from baton.engine.attention.context import HeadNorms, LayerHeads
 from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.attention import prompt_attention
 from baton.kernels.operations import preferring
@@ -58,7 +59,7 @@ def attend(
     if num_first is not None:
         parts = (ForwardBatch.build(part, PAGE_SIZE, "cpu") for part in (rows[:num_first], rows[num_first:]))
         batch = JointBatch.of(*parts)
-    context = begin_attention(config, rotary, batch, kv, qkv.dtype)
+    context = begin_attention(config, rotary, batch, ModelPools(kv), qkv.dtype)
     out = context(qkv, LayerHeads(1, norms, config.sliding_window[1], sinks))
     return out, fp8_numbers(kv) if in_fp8 else kv
 

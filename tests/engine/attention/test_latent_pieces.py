@@ -19,6 +19,7 @@ from baton.engine.attention.latent_pieces import LatentPieces, is_faster, piece_
 from baton.engine.checkpoint.model_config import LatentConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.attention import triton_expanded
 from baton.kernels.attention.latents import LatentWeights
@@ -128,7 +129,7 @@ def test_both_forms_bring_the_same(
         kv = random(config.num_layers, 100, 1, 1, PAGE_SIZE, 56, seed=6)
         with preferring("triton"):
             monkeypatch.setattr(latent_pieces, "is_faster", lambda *_, found=is_expanded: found)
-            context = begin_attention(config, rotary, batch, kv, kv.dtype)
+            context = begin_attention(config, rotary, batch, ModelPools(kv), kv.dtype)
             outs.append(context.attend_latents(1, q.clone(), stored.clone(), weights))
     torch.testing.assert_close(outs[0], outs[1], atol=2e-5, rtol=2e-5)
 

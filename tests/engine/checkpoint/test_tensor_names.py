@@ -23,6 +23,7 @@ from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.checkpoint.tensor_names import is_of_tower, layer_prefixes, text_tensors
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 from baton.metadata.handoff.schema.kv_layout import KvLayout
@@ -97,7 +98,7 @@ def logits_of(directory: Path, ids: list[int]) -> torch.Tensor:
     config = read_model_config(directory)
     model = load_model(directory, config, torch.float32, "cpu")
     kv = torch.zeros(KvLayout.of(config.pool("float32"), 4).stacked_shape(6))
-    hidden = model.forward(ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 4, "cpu"), kv)
+    hidden = model.forward(ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 4, "cpu"), ModelPools(kv))
     return model.logits(hidden)
 
 

@@ -27,14 +27,14 @@ def engine(request: pytest.FixtureRequest, checkpoint: Callable[..., Path], tmp_
 def test_zero_tails_give_a_state_of_zero_rows_and_store_nothing(engine: Engine) -> None:
     drafter = engine.drafter
     assert drafter is not None
-    before = [kv.clone() for kv in engine._kvs]
+    before = [kv.clone() for kv in engine.kvs]
     hidden = drafter.hidden.allocate("extend", 0)
     state = drafter.finish_prompt([], torch.zeros(0, dtype=torch.int64), hidden, SamplingBatch.of([]))
     live = dict(drafter.allocate(2).present())
     assert {name: (tuple(value.shape), value.dtype) for name, value in state.present()} == {
         name: ((0, *value.shape[1:]), value.dtype) for name, value in live.items()
     }
-    assert all(torch.equal(one, other) for one, other in zip(before, engine._kvs, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(before, engine.kvs, strict=True))
     drafter.allocate(2).store(torch.zeros(0, dtype=torch.int64), state)  # fits the rows of slots
 
 

@@ -21,6 +21,7 @@ from baton.engine.drafters.base import DraftState, PromptTail, RoundRows
 from baton.engine.drafters.mtp_layers import MtpLayersDrafter
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.sampling.batch import SamplingBatch
+from baton.engine.state.model_pools import ModelPools
 
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}
 SAMPLED = [
@@ -170,7 +171,7 @@ def test_a_state_lies_where_the_drafters_pool_does(make: Make) -> None:
     """A pool on the device "meta" stands for one on a GPU."""
     direct, _ = make("mtp3-deepseek")
     assert direct.draft_kv is not None
-    direct.drafter.use_pools(direct.target_kv, direct.draft_kv.to("meta"))
+    direct.drafter.use_pools(ModelPools(direct.target_kv), ModelPools(direct.draft_kv.to("meta")))
     state = direct.drafter.allocate(2)
     assert {(name, value.device.type) for name, value in state.present()} == {
         (name, "meta") for name in ("tokens", "rows", "recent")
@@ -212,7 +213,7 @@ def test_one_step_to_one_per_layer_is_drafted(num_steps: int, make: Make) -> Non
     assert isinstance(drafter, MtpLayersDrafter)
     shape = DraftShape(num_steps)
     with nullcontext() if num_steps in (1, 3) else pytest.raises(AssertionError):
-        MtpLayersDrafter(drafter._layers, drafter._kv, drafter.hidden, shape)
+        MtpLayersDrafter(drafter._layers, drafter._pools, drafter.hidden, shape)
 
 
 def test_a_prompt_ends_with_a_state_for_each_text_and_the_rows_before_it(make: Make) -> None:

@@ -19,6 +19,7 @@ from baton.engine.layers.attention import Attention, WideNorms
 from baton.engine.products.base import WeightShard
 from baton.engine.products.linear import Linear
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.products.norm import rms_norm_ref
 
@@ -72,7 +73,7 @@ def test_equals_dense_attention(
     outs, position = [], 0
     for num in chunks:
         batch = ForwardBatch.build([BatchRow([0] * num, position, pages)], PAGE_SIZE, "cpu")
-        context = begin_attention(config, rotary, batch, kv, kv.dtype)
+        context = begin_attention(config, rotary, batch, ModelPools(kv), kv.dtype)
         outs.append(layer(x[position : position + num], context))
         position += num
     cos, sin = rotary(torch.arange(20), torch.float32)

@@ -18,6 +18,7 @@ from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.layers.latent_attention import LatentAttention
 from baton.engine.products.linear import Linear
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
 
@@ -99,7 +100,9 @@ def test_equals_heads_that_are_expanded(
     with preferring("triton" if backend == "pieces" else backend):
         for num in chunks:
             batch = ForwardBatch.build([BatchRow([0] * num, position, pages)], PAGE_SIZE, "cpu")
-            outs.append(layer(x[position : position + num], begin_attention(config, rotary, batch, kv, kv.dtype)))
+            outs.append(
+                layer(x[position : position + num], begin_attention(config, rotary, batch, ModelPools(kv), kv.dtype))
+            )
             position += num
     torch.testing.assert_close(torch.cat(outs), expanded(x, layer), atol=1e-4, rtol=1e-4)
     assert kv[1, pages].isfinite().all()

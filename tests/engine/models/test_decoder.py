@@ -14,6 +14,7 @@ from baton.engine.models.decoder import DecoderModel, DecoderStack
 from baton.engine.models.registry import load_model
 from baton.engine.products.half import HalfProduct
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.handoff.schema.kv_layout import KvLayout
 
@@ -99,7 +100,7 @@ class Run:
     def forward(self, rows: Sequence[BatchRow]) -> tuple[torch.Tensor, ...]:
         """Per row, logits of its last `num_logits` tokens, float32."""
         batch = ForwardBatch.build(rows, PAGE_SIZE, "cpu")
-        logits = self.model.logits(self.model.forward(batch, self.kv)[batch.logit_rows])
+        logits = self.model.logits(self.model.forward(batch, ModelPools(self.kv))[batch.logit_rows])
         return logits.split([row.num_logits for row in rows])
 
 
@@ -202,5 +203,7 @@ def test_16_bit_models(checkpoint: Checkpoint, family: str, dtype: str) -> None:
 def test_handoff_hidden_size(checkpoint: Checkpoint) -> None:
     model_dir = checkpoint("llama")
     run = Run(model_dir)
-    hidden = run.model.forward(ForwardBatch.build([BatchRow([1, 2], 0, run.pages(2))], PAGE_SIZE, "cpu"), run.kv)
+    hidden = run.model.forward(
+        ForwardBatch.build([BatchRow([1, 2], 0, run.pages(2))], PAGE_SIZE, "cpu"), ModelPools(run.kv)
+    )
     assert hidden.shape == (2, run.model.handoff_hidden_size)

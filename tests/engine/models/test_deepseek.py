@@ -29,6 +29,7 @@ from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.ranks.shares import check_shares
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError, ModelError
 from baton.metadata.handoff.schema.kv_layout import KvLayout
@@ -137,7 +138,7 @@ def forward(model_dir: Path, ids: Sequence[int], chunks: Sequence[int]) -> torch
     pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), 20), 0, []
     for num in chunks:
         batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
-        logits.append(model.logits(model.forward(batch, kv)))
+        logits.append(model.logits(model.forward(batch, ModelPools(kv))))
         position += num
     return torch.cat(logits)
 

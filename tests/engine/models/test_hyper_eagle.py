@@ -19,6 +19,7 @@ from baton.engine.models.heads import load_eagle
 from baton.engine.models.hyper_eagle import HyperEagleHead
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.metadata.errors import ConfigError, ModelError
 
 SIZE, STREAMS, PAGE_SIZE = 40, 3, 3
@@ -86,14 +87,14 @@ def test_both_phases_compute_the_same(model: Path, tmp_path: Path) -> None:
     batch = ForwardBatch.uniform(torch.tensor([[3], [9]]), at[:, None], at + 1, torch.tensor([[1, 2], [3, 4]]), 3)
     kv = make_pool(head.config, PAGE_SIZE)
     with torch.inference_mode():
-        states = [head.forward(batch, kv, hidden, is_extend=is_extend) for is_extend in (True, False)]
+        states = [head.forward(batch, ModelPools(kv), hidden, is_extend=is_extend) for is_extend in (True, False)]
     assert torch.equal(states[0], states[1]) and states[0].shape == (2, WIDTH)
 
 
 def test_zero_rows_have_the_width_of_all_streams(model: Path, tmp_path: Path) -> None:
     head = load(model, write_head(tmp_path, HYPER, model))
     batch = ForwardBatch.build([], PAGE_SIZE, "cpu")
-    states = head.forward(batch, make_pool(head.config, PAGE_SIZE), torch.zeros(0, WIDTH), is_extend=True)
+    states = head.forward(batch, ModelPools(make_pool(head.config, PAGE_SIZE)), torch.zeros(0, WIDTH), is_extend=True)
     assert states.shape == (0, WIDTH) and head.logits(states).shape == (0, 512)
 
 

@@ -18,6 +18,7 @@ from baton.engine.models.decoder import DecoderStack
 from baton.engine.models.hyper_llama import HyperStack
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 
@@ -47,7 +48,7 @@ class Run:
         for num in chunks:
             rows = [BatchRow(ids[position : position + num], position, self.pages)]
             batch = ForwardBatch.build(rows, PAGE_SIZE, "cpu")
-            states.append(self.model.forward_with_aux(batch, self.kv, aux_layers))
+            states.append(self.model.forward_with_aux(batch, ModelPools(self.kv), aux_layers))
             position += num
         return states
 
@@ -91,7 +92,7 @@ def test_mixed_batches_equal_the_plain_forward(target_dir: Path) -> None:
         [BatchRow(ids[30:31], 30, first), BatchRow(ids[13:14], 13, second)],
     ]
     for batch in batches:
-        states = run.model.forward_with_aux(ForwardBatch.build(batch, PAGE_SIZE, "cpu"), run.kv, ())
+        states = run.model.forward_with_aux(ForwardBatch.build(batch, PAGE_SIZE, "cpu"), ModelPools(run.kv), ())
         expected = [rows.handoff[row.position : row.position + len(row.input_ids)] for row in batch]
         close(states.handoff, torch.cat(expected))
 

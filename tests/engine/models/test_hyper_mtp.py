@@ -22,6 +22,7 @@ from baton.engine.models.hyper_mtp import HyperMtpHead, load_hyper_mtp
 from baton.engine.models.mtp import load_mtp
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ConfigError, ModelError
 
@@ -45,7 +46,7 @@ def test_one_row_equals_the_formula(checkpoint: Checkpoint, tmp_path: Path) -> N
     hidden = torch.randn(1, STREAMS * SIZE, generator=torch.Generator().manual_seed(1))
     batch = ForwardBatch.build([BatchRow([7], 0, [1])], PAGE_SIZE, "cpu")
     with torch.inference_mode():
-        ours = layer.forward(batch, torch.zeros(1, 2, 2, 2, PAGE_SIZE, 8), hidden)
+        ours = layer.forward(batch, ModelPools(torch.zeros(1, 2, 2, 2, PAGE_SIZE, 8)), hidden)
         logits = layer.logits(ours)
 
     def weight(name: str) -> torch.Tensor:

@@ -23,6 +23,7 @@ from baton.engine.models.mtp import MtpHead, load_layers, load_mtp, takes_chaine
 from baton.engine.models.registry import load_model
 from baton.engine.ranks.ranks import ONE_RANK
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 
@@ -87,7 +88,7 @@ def test_only_mimo_leaves_out_the_embedding_at_position_0(kind: str, model: Path
     def state(token: int, position: int) -> torch.Tensor:
         batch = ForwardBatch.build([BatchRow([token], position, [1])], PAGE_SIZE, "cpu")
         with torch.inference_mode():
-            return layer.forward(batch, make_pool(layer.config, PAGE_SIZE).zero_(), hidden)
+            return layer.forward(batch, ModelPools(make_pool(layer.config, PAGE_SIZE).zero_()), hidden)
 
     assert torch.equal(state(7, 0), state(8, 0)) == (kind == "mtp-mimo")
     assert not torch.equal(state(7, 1), state(8, 1))
@@ -97,7 +98,7 @@ def test_only_mimo_leaves_out_the_embedding_at_position_0(kind: str, model: Path
 def test_zero_rows_have_the_same_widths(kind: str, model: Path, tmp_path: Path) -> None:
     (layer,) = load(model, write_head(tmp_path / "head", kind, model))
     kv = make_pool(layer.config, PAGE_SIZE)
-    states = layer.forward(ForwardBatch.build([], PAGE_SIZE, "cpu"), kv, torch.zeros(0, SIZE))
+    states = layer.forward(ForwardBatch.build([], PAGE_SIZE, "cpu"), ModelPools(kv), torch.zeros(0, SIZE))
     assert states.shape == (0, SIZE) and layer.logits(states).shape == (0, 512)
 
 
@@ -151,7 +152,7 @@ def test_a_layer_in_bfloat16_computes_in_bfloat16(model: Path, tmp_path: Path) -
     batch = ForwardBatch.build([BatchRow([7, 8], 0, [1])], PAGE_SIZE, "cpu")
     with torch.inference_mode():
         kv = make_pool(layer.config, PAGE_SIZE, torch.bfloat16)
-        assert layer.forward(batch, kv, torch.ones(2, SIZE, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        assert layer.forward(batch, ModelPools(kv), torch.ones(2, SIZE, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_the_output_layer_is_told_how_ranks_divide_the_rows(model: Path, tmp_path: Path) -> None:

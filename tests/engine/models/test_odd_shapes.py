@@ -22,6 +22,7 @@ from ties import Reference
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.handoff.schema.kv_layout import KvLayout
 
@@ -125,7 +126,7 @@ def forward(model: Path, ids: Sequence[int], chunks: Sequence[int]) -> torch.Ten
     pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), 25), 0, []
     for num in chunks:
         batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
-        logits.append(loaded.logits(loaded.forward(batch, kv)))
+        logits.append(loaded.logits(loaded.forward(batch, ModelPools(kv))))
         position += num
     return torch.cat(logits)
 

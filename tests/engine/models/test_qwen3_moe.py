@@ -25,6 +25,7 @@ from baton.engine.checkpoint.fingerprint import fingerprint
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 
@@ -102,7 +103,7 @@ def forward(model_dir: Path, ids: Sequence[int], chunks: Sequence[int]) -> tuple
     pages, position, logits, aux = random.Random(0).sample(range(1, NUM_PAGES), 20), 0, [], []
     for num in chunks:
         batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
-        states = model.forward_with_aux(batch, kv, range(config.num_layers + 1))
+        states = model.forward_with_aux(batch, ModelPools(kv), range(config.num_layers + 1))
         logits.append(model.logits(states.final))
         aux.append(torch.stack(states.aux))
         position += num

@@ -59,11 +59,11 @@ def slots_written(solo: Solo, num_steps: int) -> int:
     sequence = solo.start(PROMPT, params(60))
     first, page_size = sequence.num_computed, solo.engine.pool.page_size
     slots = [(page, slot) for page in sequence.pages for slot in range(page_size)][first:]
-    for kv in solo.engine._kvs:
+    for kv in solo.engine.kvs:
         for page, slot in slots:
             kv[:, page, :, :, slot] = 0.0
     solo.round([sequence], num_steps)
-    written = [any(bool(kv[:, page, :, :, slot].any()) for kv in solo.engine._kvs) for page, slot in slots]
+    written = [any(bool(kv[:, page, :, :, slot].any()) for kv in solo.engine.kvs) for page, slot in slots]
     return len(written) - written[::-1].index(True)
 
 

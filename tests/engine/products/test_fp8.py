@@ -23,6 +23,7 @@ from baton.engine.models.registry import load_model
 from baton.engine.products.base import WeightShard, WeightSource
 from baton.engine.products.fp8 import Fp8Product, Fp8ProductOnCpu
 from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
 from baton.kernels.products.fp8 import dequantized
@@ -57,7 +58,7 @@ def forward(model: DecoderModel, config: ModelConfig, ids: list[int], chunks: tu
     for size in chunks:
         row = BatchRow(ids[position : position + size], position, pages, num_logits=size)
         batch = ForwardBatch.build([row], PAGE_SIZE, "cpu")
-        logits.append(model.logits(model.forward(batch, kv)[batch.logit_rows]))
+        logits.append(model.logits(model.forward(batch, ModelPools(kv))[batch.logit_rows]))
         position += size
     return torch.cat(logits).float()
 

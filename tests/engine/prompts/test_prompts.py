@@ -92,7 +92,7 @@ def compute(prompts: Prompts, prompt: Prompt, chunk_tokens: int) -> SubmittedChu
 
 def kv_of(prompts: Prompts, pages: Sequence[int], num_tokens: int) -> list[torch.Tensor]:
     """Return the pages' KV in every pool, [num_layers, 2, num_kv_heads, num_tokens, head_dim]."""
-    found = [kv[:, list(pages)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4) for kv in prompts.engine._kvs]
+    found = [kv[:, list(pages)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4) for kv in prompts.engine.kvs]
     return [each[:, :, :, :num_tokens] for each in found]
 
 

@@ -33,6 +33,7 @@ from baton.engine.rounds import trees
 from baton.engine.rounds.trees import Path as AcceptedPath
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.row_shares import Lens
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 from baton.kernels.sampling.sample import Choice, perturbed_argmax
@@ -137,8 +138,8 @@ class Permuted:
         self.model, self.ids = model, ids
         self.own_ids = ids.argsort()  # by target id
 
-    def forward(self, batch: Any, kv: torch.Tensor) -> torch.Tensor:
-        return self.model.forward(replace(batch, input_ids=self.own_ids[batch.input_ids]), kv)
+    def forward(self, batch: Any, pools: ModelPools) -> torch.Tensor:
+        return self.model.forward(replace(batch, input_ids=self.own_ids[batch.input_ids]), pools)
 
     def logits(self, hidden: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
         own = self.model.logits(hidden, lens)

@@ -15,7 +15,7 @@ from baton.metadata.handoff.schema.schema import blocks_per_page, pools
 def test_every_block_has_its_own_checksum_in_wire_order(schema):
     memory = make_memory(schema, 4, seed=3)
     expected = []
-    for pool, layout in zip(memory, pools(schema), strict=True):
+    for pool, layout in zip(memory, pools(schema).values(), strict=True):
         size = schema.page_size * layout.head_dim * {"float32": 4, "bfloat16": 2}[layout.dtype]
         for layer in range(layout.num_layers):
             blocks = pool.pages[layer, 2].reshape(2, layout.num_kv_heads, size)

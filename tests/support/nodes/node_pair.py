@@ -135,6 +135,11 @@ class NodePair:
         self.is_full = False
         self._join()
 
+    @property
+    def hellos(self) -> dict[str, Hello]:
+        """The Hello of each role."""
+        return self._hellos
+
     def submit(
         self,
         rid: str,

@@ -36,6 +36,7 @@ from baton.engine.rounds.trees import Drafts
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.sampling import sample
 from baton.engine.sampling.state import SamplingState
+from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.handoff.schema.hidden_layout import TORCH_DTYPES
 from baton.metadata.wire.request import SamplingParams
@@ -90,7 +91,7 @@ def check_head(head: DraftHead, plain: PlainHead, extend_width: int, page_size: 
         rows = [BatchRow(ids[i][start : ends[i]], start, pages[i]) for i in some]
         batch = ForwardBatch.build(rows, page_size, "cpu")
         given = torch.cat([extends[i][start : ends[i]] for i in some])
-        output = head.forward(batch, kv, given, is_extend=True)
+        output = head.forward(batch, ModelPools(kv), given, is_extend=True)
         for i, part in zip(some, output.split([ends[i] - start for i in some]), strict=True):
             found[i].append(part)
     for step in range(2):
@@ -99,7 +100,7 @@ def check_head(head: DraftHead, plain: PlainHead, extend_width: int, page_size: 
         batch = ForwardBatch.uniform(fed[:, None], ends[:, None] - 1, ends, torch.tensor(pages), page_size)
         state = torch.cat([each[-1][-1:] for each in found])
         before = state.clone()
-        output = head.forward(batch, kv, state, is_extend=False)
+        output = head.forward(batch, ModelPools(kv), state, is_extend=False)
         assert torch.equal(state, before), "the caller's states are its own"
         for i, part in enumerate(output.split(1)):
             found[i].append(part)
@@ -171,7 +172,8 @@ class Direct:
             assert self.speculation.draft is not None
             dtype = TORCH_DTYPES[self.speculation.hidden.draft_dtype]
             self.draft_kv = make_pool(self.speculation.draft, page_size, dtype)
-        drafter = self.speculation.load(self.target, self.target_kv, self.draft_kv, None, ONE_RANK)
+        draft_pools = None if self.draft_kv is None else ModelPools(self.draft_kv)
+        drafter = self.speculation.load(self.target, ModelPools(self.target_kv), draft_pools, None, ONE_RANK)
         assert drafter is not None
         self.drafter = drafter
         self._pages = iter(shuffled_pages(8, 12))

@@ -72,7 +72,7 @@ def spoil(solo: Solo, victim: Running) -> None:
         value[slots.padding] = POISON if value.is_floating_point() else 7
     for kept in slots._missed:
         kept[slots.padding * (MAX_MISSED + 1) :] = POISON if kept.is_floating_point() else 7
-    for kv in solo.engine._kvs:
+    for kv in solo.engine.kvs:
         kv[:, 0] = POISON
 
 
@@ -163,8 +163,8 @@ class Solo:
 
     def draft_kv(self, sequence: Running) -> torch.Tensor | None:
         """Return the drafter's own KV of all tokens with target KV: [num_layers, 2, num_kv_heads, L, head_dim]."""
-        kvs = self.engine._kvs
-        return None if len(kvs) < 2 else gather(kvs[1], sequence.pages, sequence.num_computed)
+        pools = self.engine.draft_pools
+        return None if pools is None else gather(pools.kv, sequence.pages, sequence.num_computed)
 
     def target_kv(self, sequence: Running) -> torch.Tensor:
         return gather(self.engine.kv, sequence.pages, sequence.num_computed)
@@ -172,7 +172,7 @@ class Solo:
     def poison(self, sequence: Running) -> None:
         """Overwrite every slot of the sequence beyond its tokens with KV, in all pools."""
         page_size = self.engine.pool.page_size
-        for kv in self.engine._kvs:
+        for kv in self.engine.kvs:
             for slot in range(sequence.num_computed, len(sequence.pages) * page_size):
                 kv[:, sequence.pages[slot // page_size], :, :, slot % page_size] = POISON
 

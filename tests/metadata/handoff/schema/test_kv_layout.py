@@ -32,7 +32,7 @@ from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.wire.frames import encode, unseal
 from baton.metadata.wire.messages import to_prefill_decoder
-from baton.metadata.wire.node_info import HandoffSchema, KvPlane, PoolLayout
+from baton.metadata.wire.node_info import FurtherPool, HandoffSchema, KvPlane, PoolLayout
 from baton.metadata.wire.protocol import PROTOCOL_MIN
 
 PLAIN = PoolLayout(num_layers=2, num_kv_heads=4, head_dim=8, dtype="float32")
@@ -55,7 +55,14 @@ UNLIKE = pool_of(
         KvPlane("index", num_heads=1, head_dim=6, dtype="float8_e4m3fn", extra_bytes=2, alignment=8),
     ],
 )
-POOLS = {"plain": PLAIN, "odd heads": ODD, "latent": LATENT, "fp8": FP8, "unlike": UNLIKE}
+SEVERAL = msgspec.structs.replace(
+    PLAIN,
+    further=(
+        FurtherPool("index", 1, (KvPlane("index", num_heads=1, head_dim=6, dtype="float32"),)),
+        FurtherPool("wide", 3, tuple(KvPlane(name, num_heads=2, head_dim=10, dtype="bfloat16") for name in ("k", "v"))),
+    ),
+)
+POOLS = {"plain": PLAIN, "odd heads": ODD, "latent": LATENT, "fp8": FP8, "unlike": UNLIKE, "several": SEVERAL}
 PAGE_SIZES = [1, 3, 10, 48]
 
 every_pool = pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
@@ -169,7 +176,7 @@ def test_a_flipped_byte_is_caught_by_the_checksum_of_its_block(pool: PoolLayout,
 @every_pool
 def test_no_byte_of_a_page_is_without_a_checksum(pool: PoolLayout, page_size: int) -> None:
     """The bytes between values, extra bytes and blocks included."""
-    [memory] = make_memory(make_schema(pool, None, page_size), 2, seed=4)
+    memory, *_ = make_memory(make_schema(pool, None, page_size), 2, seed=4)
     before = page_checksums([memory], 1)
     size, runs = memory.layout.page_layer_bytes, memory.layout.runs
     starts = [run.offset + block * run.block_bytes for run in runs for block in range(run.num_blocks)]
@@ -181,17 +188,31 @@ def test_no_byte_of_a_page_is_without_a_checksum(pool: PoolLayout, page_size: in
 
 
 @pytest.mark.parametrize("way", ["local", "zmq"])
-@pytest.mark.parametrize(("pool", "plane"), [(LATENT, 0), (FP8, 1), (ODD, 1), (UNLIKE, 0), (UNLIKE, 1), (UNLIKE, 2)])
-def test_a_page_whose_plane_was_damaged_never_arrives(nodes: list[Any], pool: PoolLayout, plane: int, way: str) -> None:
+@pytest.mark.parametrize(
+    ("pool", "place", "plane"),
+    [
+        (LATENT, 0, 0),
+        (FP8, 0, 1),
+        (ODD, 0, 1),
+        *((UNLIKE, 0, plane) for plane in range(3)),
+        (SEVERAL, 1, 0),
+        (SEVERAL, 2, 1),
+    ],
+)
+def test_a_page_whose_plane_was_damaged_never_arrives(
+    nodes: list[Any], pool: PoolLayout, place: int, plane: int, way: str
+) -> None:
     pair = Pair(nodes, schema_of(pool, 3), way)
     pair.offer()
-    memory = pair.source[0]
+    memory = pair.source[place]
     layout = memory.layout
     damaged = layout.planes[plane]
     views = [values for each, values in arrays(memory) if each == damaged]
-    views[-1][1, pair.theirs[2], damaged.num_heads - 1, 2, -1] ^= 1  # after its checksum was computed
+    views[-1][-1, pair.theirs[2], damaged.num_heads - 1, 2, -1] ^= 1  # after its checksum was computed
     [failed] = named(pair.pull(TransferFailed, TicketEnded), TransferFailed)
-    block = layout.blocks_per_layer + sum(each.num_heads for each in layout.planes[: plane + 1]) - 1
+    before = sum(each.layout.num_layers * each.layout.blocks_per_layer for each in pair.source[:place])
+    block = before + (layout.num_layers - 1) * layout.blocks_per_layer
+    block += sum(each.num_heads for each in layout.planes[: plane + 1]) - 1
     assert f"page 2 from prefill node p0: checksum of block {block} wrong" in failed.reason
     assert pair.client.num_checksum_failures == 3
 
@@ -345,6 +366,12 @@ def test_two_planes_of_one_name_are_refused() -> None:
     plane = KvPlane("k", num_heads=1, head_dim=8, dtype="float32")
     with pytest.raises(ConfigError, match="give each plane a name of its own"):
         pool_of(1, "float32", [plane, plane])
+
+
+def test_two_pools_of_one_name_are_refused() -> None:
+    planes = (KvPlane("index", num_heads=1, head_dim=8, dtype="float32"),)
+    with pytest.raises(ConfigError, match="index, index: give each its own"):
+        pool_of(1, "float32", planes, [FurtherPool("index", 1, planes)] * 2)
 
 
 # --- on the wire ----------------------------------------------------------------------------------------------------

@@ -22,17 +22,25 @@ from baton.metadata.handoff.schema.schema import (
     handoff_bytes,
     kv_layouts,
     make_schema,
+    needed_protocol,
     on_gpu,
     page_bytes,
     pools,
     row_bytes,
     wire_name,
 )
-from baton.metadata.wire.node_info import MAX_FROZEN_LAYERS, HandoffSchema, PoolLayout, RowField
+from baton.metadata.wire.node_info import MAX_FROZEN_LAYERS, FurtherPool, HandoffSchema, KvPlane, PoolLayout, RowField
+from baton.metadata.wire.protocol import PROTOCOL_MIN
 from baton.metadata.wire.request import MAX_TOP_LOGPROBS
 
 TARGET = PoolLayout(num_layers=8, num_kv_heads=4, head_dim=32, dtype="float32")
 DRAFT = PoolLayout(num_layers=1, num_kv_heads=2, head_dim=16, dtype="bfloat16")
+
+
+def with_index(pool: PoolLayout, num_layers: int) -> PoolLayout:
+    """Return the pool with one of keys of an indexer beside it."""
+    index = FurtherPool("index", num_layers, (KvPlane("index", num_heads=1, head_dim=24, dtype="bfloat16"),))
+    return msgspec.structs.replace(pool, further=(index,))
 
 
 def names(schema) -> list[str]:
@@ -93,9 +101,38 @@ def test_a_field_takes_the_bytes_of_its_numbers(dtype, num_bytes):
     assert field_bytes(field) == 7 * num_bytes
 
 
-def test_pools_are_the_target_and_then_the_draft():
-    assert pools(make_schema(TARGET)) == (TARGET,)
-    assert pools(make_schema(TARGET, DRAFT, 16, "standalone")) == (TARGET, DRAFT)
+def test_pools_are_those_of_the_target_and_then_those_of_the_draft():
+    assert pools(make_schema(TARGET)) == {"target": TARGET}
+    assert pools(make_schema(TARGET, DRAFT, 16, "standalone")) == {"target": TARGET, "draft": DRAFT}
+    target, draft = with_index(TARGET, 3), with_index(DRAFT, 1)
+    named = pools(make_schema(target, draft, 16, "standalone"))
+    assert list(named) == ["target", "target.index", "draft", "draft.index"]
+    assert [pool.num_layers for pool in named.values()] == [8, 3, 1, 1]
+
+
+def test_a_further_pool_counts_for_its_owner_in_every_size():
+    plain = make_schema(TARGET, DRAFT, 16, "standalone")
+    schema = make_schema(with_index(TARGET, 3), with_index(DRAFT, 1), 16, "standalone")
+    index_bytes = 16 * 24 * 2  # of a layer
+    assert page_bytes(schema) == page_bytes(plain) + 4 * index_bytes
+    assert blocks_per_page(schema) == blocks_per_page(plain) + 4
+    moved, before = handoff_bytes(schema, 33), handoff_bytes(plain, 33)
+    assert (moved.target_kv - before.target_kv, moved.draft_kv - before.draft_kv) == (9 * index_bytes, 3 * index_bytes)
+    assert "target.index 3 layers x (index: 1 heads x 24 bfloat16), draft 1 layers" in describe(schema)
+
+
+def test_unlike_further_pools_are_a_difference_that_names_the_pool():
+    here, there = make_schema(with_index(TARGET, 3)), make_schema(with_index(TARGET, 2))
+    words = "{} layers x (index: 1 heads x 24 bfloat16)"
+    assert differences(here, there) == [f"target.index: {words.format(3)} here, {words.format(2)} there"]
+    assert differences(here, make_schema(TARGET)) == [f"target.index: {words.format(3)} here, absent there"]
+    assert digest(here) != digest(there) != digest(make_schema(TARGET))
+
+
+def test_a_further_pool_needs_a_protocol_that_can_name_it():
+    assert needed_protocol(make_schema(TARGET, DRAFT, 16, "standalone")) == PROTOCOL_MIN
+    assert needed_protocol(make_schema(with_index(TARGET, 3))) == 8
+    assert needed_protocol(make_schema(TARGET, with_index(DRAFT, 1), 16, "standalone")) == 8
 
 
 def test_a_schema_has_no_speculation_by_default():

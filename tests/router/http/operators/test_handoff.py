@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from layouts import LOOKAHEAD, WITH_DRAFT_POOL, make_layout
+from msgspec.structs import replace
 
 from baton.metadata.handoff.schema.schema import make_schema, row_bytes
-from baton.metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
+from baton.metadata.wire.node_info import FurtherPool, HandoffSchema, KvPlane, PoolLayout, RowField
 
 from ...conftest import System
 
@@ -64,6 +65,14 @@ def test_the_page_shows_eagle_in_words_and_bytes(make_system: Callable[..., Syst
         "first_token: 1 x int32, 4 bytes, prefill writes, decode reads. The token sampled after the prompt",
     ):
         assert phrase in text, (phrase, text)
+
+
+def test_a_further_pool_has_a_line_of_its_own(make_system: Callable[..., System]) -> None:
+    index = FurtherPool("index", 2, (KvPlane("index", num_heads=1, head_dim=8, dtype="float32"),))
+    _, words = told(make_system, make_schema(replace(TARGET, further=(index,)), None, 16))
+    assert "target.index: 2 layers x (index: 1 heads x 8 float32), 1,024 bytes per page" in words
+    assert "a page of all pools: 5,120 bytes, checked by 10 checksums (xxh3_64)" in words
+    assert any(" = target KV 40,960 + draft KV 0 + " in line for line in words)
 
 
 def test_the_bytes_of_requests_add_up(make_system: Callable[..., System]) -> None:
