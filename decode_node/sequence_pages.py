@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import PrefixCache
+from ..engine.state.tail_pages import TailPages, most_tails
 from ..engine.work import MAX_MISSED
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.schema.schema import decode_len, pages_of
@@ -24,6 +25,8 @@ class SequencePages:
         context_len: int,
         num_prompt_states: int = 0,
         window: int | None = None,
+        tail_window: int = 0,
+        chunk_tokens: int = 0,
     ) -> None:
         """`first_rounds_len`: tokens that the first two rounds of a sequence may write. The other arguments are those
         of the scheduler."""
@@ -32,35 +35,78 @@ class SequencePages:
         self._first_rounds_len, self._context_len = first_rounds_len, context_len
         self._num_prompt_states = num_prompt_states
         self._window = window
+        self._tail_window, self._chunk_len = tail_window, chunk_tokens + 1 + first_rounds_len
         self.num_releases = 0  # how often a sequence gave its pages back
 
-    def take(self, sequence: Sequence, headroom: int = 0) -> bool:
+    def take(self, sequence: Sequence, headroom: int = 0, *, is_pulled: bool = False) -> bool:
         """Give the sequence the pages of its tokens and of two rounds, cached ones first, or none (False).
 
-        `headroom`: pages that must be left over."""
+        `headroom`: pages that must be left over. `is_pulled`: its KV comes from a prefill node, tail pages included;
+        otherwise it is computed here."""
         num_tokens = len(sequence.token_ids)
-        lease = self._cache.acquire(sequence.token_ids, sequence.salt, self._most_cached(sequence))
+        most_cached = self._most_cached(sequence) if is_pulled or not self._tail_window else 0
+        lease = self._cache.acquire(sequence.token_ids, sequence.salt, most_cached)
         end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
-        num_own = pages_of(end, self._page_size) - len(lease.pages)
+        num_pages = pages_of(end, self._page_size)
+        tail = self._begin_tail(num_tokens, is_pulled=is_pulled)
         try:
-            if num_own + headroom > self._cache.available:
+            num_own, num_tails = num_pages - len(lease.pages), 0
+            if tail is not None:
+                num_tails = tail.num_missing(num_pages, self._most_tails(is_decoding=is_pulled))
+            if num_own + headroom > self._cache.available or num_tails > self._cache.available_tails:
                 raise OutOfPages("no headroom")
             own = self._cache.allocate(num_own, Owner.REQUEST)
         except OutOfPages:
             self._cache.release(lease)
             return False
-        sequence.take_pages(lease, own)
+        if tail is not None:
+            tail.extend(len(tail.pages) + num_tails, self._cache.allocate_tails(num_tails, Owner.REQUEST))
+        sequence.take_pages(lease, own, tail)
         return True
 
-    def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Return how many pages the sequence lacks for so many tokens, 0 or less if none."""
-        return pages_of(num_tokens, self._page_size) - len(sequence.pages)
+    def may_grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Return whether the pages are there that the sequence lacks for so many tokens."""
+        num_missing, num_tails = self._num_missing(sequence, num_tokens)
+        return num_missing <= self._cache.available and num_tails <= self._cache.available_tails
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give the sequence the pages that it lacks for so many tokens. Raises OutOfPages."""
-        num_missing = self.num_missing(sequence, num_tokens)
+        """Give the sequence the pages that it lacks for so many tokens. Raises OutOfPages; then it has got none."""
+        num_missing, num_tails = self._num_missing(sequence, num_tokens)
+        if num_tails > self._cache.available_tails:
+            raise OutOfPages(f"{num_tails} tail pages were asked for and {self._cache.available_tails} are free")
         if num_missing > 0:
             sequence.add_pages(self._cache.allocate(num_missing, Owner.REQUEST))
+        if sequence.tail is not None:
+            tails = self._cache.allocate_tails(num_tails, Owner.REQUEST)
+            sequence.tail.extend(self._tail_end(sequence, num_tokens), tails)
+
+    def _num_missing(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
+        """Return how many kept pages (0 or less if none) and tail pages the sequence lacks for so many tokens."""
+        num_missing, tail = pages_of(num_tokens, self._page_size) - len(sequence.pages), sequence.tail
+        if tail is None:
+            return num_missing, 0
+        most = self._most_tails(is_decoding=sequence.num_to_compute == 1)
+        return num_missing, tail.num_missing(self._tail_end(sequence, num_tokens), most)
+
+    def _tail_end(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return the page of tokens that the table of tail pages reaches for so many tokens: with the last chunk of a
+        prompt, as far as the block table, which has room for the first rounds."""
+        if num_tokens + 1 >= len(sequence.token_ids):
+            return max(pages_of(num_tokens, self._page_size), len(sequence.pages))
+        return pages_of(num_tokens, self._page_size)
+
+    def _begin_tail(self, num_tokens: int, *, is_pulled: bool) -> TailPages | None:
+        """Return the table of tail pages of a sequence, without pages yet. If its KV is pulled, the pages before those
+        that the first round reads do not come. None: the model has no such pages."""
+        if not self._tail_window:
+            return None
+        first = max(0, num_tokens - self._tail_window + 1) // self._page_size if is_pulled else 0
+        return TailPages.from_page(self._cache.pool.num_pages, first)
+
+    def _most_tails(self, *, is_decoding: bool) -> int:
+        """Return how many tail pages a sequence may hold: those of two rounds, or of a chunk and the rounds after."""
+        num_new = self._first_rounds_len if is_decoding else self._chunk_len
+        return most_tails(self._tail_window, num_new, self._page_size)
 
     def exchange(self, sequence: Sequence) -> int:
         """Exchange pages of a local prompt of which nothing is computed yet for those that were computed since, by
@@ -70,9 +116,12 @@ class SequencePages:
         num_leased = len(sequence.lease.pages)
         if num_before != num_leased * self._page_size:
             return 0
-        if self._cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence)) <= num_leased:
+        if (
+            self._tail_window
+            or self._cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence)) <= num_leased
+        ):
             return 0
-        self._cache.release(sequence.lease, sequence.pages)
+        self._free(sequence, len(sequence.pages))
         sequence.give_up_pages()
         has_pages = self.take(sequence)
         assert has_pages, "fewer pages than those that it has just released"
@@ -106,6 +155,8 @@ class SequencePages:
     def give_back_unseen(self, sequence: Sequence) -> None:
         """Give back the pages before what any layer sees from now on, those of the prefix cache only if all of them are
         before it. Later pages do not enter the cache, since it has whole prefixes."""
+        if sequence.tail is not None:  # a prompt that was computed here held more of them
+            self._cache.pool.release(sequence.tail.shrink(self._most_tails(is_decoding=True)))
         if self._window is None:
             return
         assert sequence.lease is not None, sequence.unit
@@ -137,3 +188,5 @@ class SequencePages:
         """End the sequence's lease, and free its own pages before index `end`."""
         assert sequence.lease is not None, sequence.unit
         self._cache.release(sequence.lease, sequence.pages[sequence.first_kept : end])
+        if sequence.tail is not None:
+            self._cache.pool.release(sequence.tail.own)

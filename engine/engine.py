@@ -24,7 +24,7 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema.hidden_layout import HiddenDtype
 from ..metadata.handoff.schema.kv_layout import DTYPE_BYTES, KvLayout, Shard
-from ..metadata.handoff.schema.schema import kv_layouts, on_gpu, page_bytes, pools
+from ..metadata.handoff.schema.schema import are_tails, kv_layouts, on_gpu, page_bytes, pools
 from ..metadata.logs import size_in_words
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
@@ -36,7 +36,7 @@ from .checkpoint.hub import name_of
 from .checkpoint.made_checkpoint import FILES
 from .checkpoint.model_card import read_card
 from .checkpoint.model_check import longest_context, resolve_model
-from .checkpoint.model_config import ModelConfig
+from .checkpoint.model_config import WINDOW_POOL, ModelConfig
 from .checkpoint.quantization import chosen
 from .checkpoint.read_config import read_model_config
 from .config import SHARING, EngineConfig
@@ -64,6 +64,7 @@ from .state.host_memory import available_memory
 from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool
 from .state.prefix_cache import PrefixCache
+from .state.tail_pages import most_tails
 from .work import BatchRow
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,9 @@ class Engine:
         self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
+        # a drafter with frozen layers reads KV of any position of any layer; pools on a GPU have no tail pages yet
+        if not self.speculation.frozen_layers and not self.kind.is_apart:
+            self.model_config = self.model_config.with_tail()
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
         self.context_len = longest_context(config, self.model_config)
@@ -217,10 +221,14 @@ class Engine:
         self.card = structs.replace(self.card, context_len=self.context_len)
         self.device_pool: DevicePool | None = None
         layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
-        self._page_bytes = sum(layout.page_bytes for layout in layouts)
-        self.memory = [PageMemory(layout, num_pages) for layout in layouts]  # on a GPU: the host mirror of its pools
+        num_tails = self._num_tails(num_pages)
+        counts = [num_tails if is_tail else num_pages for is_tail in are_tails(self.schema)]
+        self.memory = [  # on a GPU: the host mirror of its pools
+            PageMemory(layout, count, num_pages if is_tail else 0, num_counted=num_pages + num_tails)
+            for layout, count, is_tail in zip(layouts, counts, are_tails(self.schema), strict=True)
+        ]
         if self.kind.is_apart:
-            self._pools = _on_gpu(layouts, num_pages, self.device, is_given=config.num_pages is not None)
+            self._pools = _on_gpu(layouts, counts, self.device, is_given=config.num_pages is not None)
             self.device_pool = CudaPool(self._pools, self.memory, has_checksums=self._config.checksums)
         else:
             self._pools = [torch.from_numpy(memory.pages) for memory in self.memory]
@@ -228,7 +236,7 @@ class Engine:
         named = dict(zip(pools(self.schema), values, strict=True))
         self.target_pools = _of_owner(named, "target")
         self.draft_pools = None if self.schema.draft is None else _of_owner(named, "draft")
-        self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
+        self.pool = PagePool(num_pages, page_size, self.memory[0].generations, num_tails=num_tails)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
 
     def warm_up(self, chunk_tokens: int) -> None:
@@ -277,7 +285,10 @@ class Engine:
             quantization, num_shards = self.model_config.quantization, self._ranks.num_head_shards
             is_fp8 = quantization is not None and quantization.rounding != "none"
             sizes = bucket_sizes(self.model_config.layer_products, num_shards, is_fp8=is_fp8)
-            self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, self.device, progress)
+            shape = self.pool.page_size, self.context_len
+            self._prompt_graphs = PromptGraphs(
+                run, sizes, *shape, self.device, progress, has_tails=self.tail_window > 0
+            )
 
     @property
     def prompt_sizes(self) -> PromptSizes:
@@ -362,9 +373,38 @@ class Engine:
         return None if None in windows else max(filter(None, windows))
 
     @property
+    def tail_window(self) -> int:
+        """Positions that the target's layers with tail pages see; 0: it has no such layers."""
+        return self.model_config.tail_window
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page in the pools of this process."""
-        return self._page_bytes
+        """Bytes of one page in the pools of this process, tail pages not counted."""
+        return self._bytes_of(is_tail=False)
+
+    @property
+    def most_tail_bytes(self) -> int:
+        """Bytes of the tail pages of this process, if it has all that its sequences need."""
+        return self._most_tails * self._bytes_of(is_tail=True)
+
+    def _bytes_of(self, *, is_tail: bool) -> int:
+        layouts = zip(kv_layouts(self.schema), are_tails(self.schema), strict=True)
+        return sum(layout.part_of(self.shard).page_bytes for layout, of_tail in layouts if of_tail == is_tail)
+
+    def _num_tails(self, num_pages: int) -> int:
+        """Return how many tail pages belong to `num_pages` kept ones: no more than these, and no more than all
+        sequences need."""
+        return min(num_pages, self._most_tails)
+
+    @property
+    def _most_tails(self) -> int:
+        """The tail pages of all sequences, twice, since the prefix cache has some, and of two chunks."""
+        if not self.tail_window:
+            return 0
+        page_size, chunk = self._config.page_size, self._config.chunk(self.device.type)
+        num_new = 3 * (1 + self.speculation.shape.num_slots)
+        of_chunks = 2 * most_tails(self.tail_window, chunk + num_new, page_size)
+        return 1 + of_chunks + 2 * self._config.max_running * most_tails(self.tail_window, num_new, page_size)
 
     @property
     def pool_bytes(self) -> int:
@@ -457,14 +497,22 @@ class Engine:
             return submitted.read([state.params.num_logprobs for state in states])
 
     def copy_page(self, source: int, target: int) -> None:
-        """All pools' KV of one page into another."""
-        for pool in self._pools:
-            pool[:, target].copy_(pool[:, source])
+        """All pools' KV of one page into another. No tail page depends on a choice, so none is copied."""
+        for pool, is_tail in zip(self._pools, are_tails(self.schema), strict=True):
+            if not is_tail:
+                pool[:, target].copy_(pool[:, source])
 
-    def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move_kv(
+        self,
+        block_table: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        tail_table: torch.Tensor | None = None,
+    ) -> None:
         """What the target's pools hold of slots `sources` into slots `targets`, as `move_slots_ref_`."""
-        for pool in self.target_pools.all:
-            move_slots_(pool, block_table, sources, targets)
+        for name, pool in (("", self.target_pools.kv), *self.target_pools.further.items()):
+            table = tail_table if name == WINDOW_POOL and tail_table is not None else block_table
+            move_slots_(pool, table, sources, targets)
 
 
 def use_threads(config: EngineConfig) -> None:
@@ -490,13 +538,16 @@ def _check_size(num_pages: int) -> None:
         raise ConfigError(f"num_pages {num_pages} is too small: use 3 or more (one of them is padding)")
 
 
-def _on_gpu(layouts: Sequence[KvLayout], num_pages: int, device: torch.device, *, is_given: bool) -> list[torch.Tensor]:
-    """Return pools of zeros on a GPU, one per layout, uint8 [num_layers, num_pages, page_layer_bytes]. Raises
-    ConfigError if they do not fit. `is_given`: the operator chose `num_pages`."""
+def _on_gpu(
+    layouts: Sequence[KvLayout], counts: Sequence[int], device: torch.device, *, is_given: bool
+) -> list[torch.Tensor]:
+    """Return pools of zeros on a GPU, one per layout, with its count of pages, uint8 [num_layers, num_pages,
+    page_layer_bytes]. Raises ConfigError if they do not fit. `is_given`: the operator chose the pages."""
+    pools = list(zip(layouts, counts, strict=True))
     with suppress(torch.OutOfMemoryError):
-        shapes = [(layout.num_layers, num_pages, layout.page_layer_bytes) for layout in layouts]
+        shapes = [(layout.num_layers, count, layout.page_layer_bytes) for layout, count in pools]
         return [pool_zeros(shape, torch.uint8, device) for shape in shapes]
-    needed = num_pages * sum(layout.page_bytes for layout in layouts)
+    num_pages, needed = counts[0], sum(count * layout.page_bytes for layout, count in pools)
     free = torch.cuda.mem_get_info(device)[0]
     has = f"{size_in_words(needed)}, and this GPU has {size_in_words(free)} free"
     if is_given:

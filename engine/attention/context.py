@@ -84,6 +84,21 @@ class ScaledQueries(AttentionContext):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttentionByWindow(AttentionContext):
+    """The attention of a model whose layers with a window have pages of their own. Each kind has a context."""
+
+    unbounded: AttentionContext  # of layers that see all positions
+    windowed: AttentionContext
+
+    def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
+        return (self.unbounded if heads.window is None else self.windowed)(qkv, heads)
+
+    @property
+    def further(self) -> PoolRows:
+        return self.unbounded.further
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FurtherPools(AttentionContext):
     """The attention of a model that has pools beside that of KV."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class ModelConfig:
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
+    has_tail: bool = False  # the KV of layers with a window has a pool of its own, of tail pages
     further: tuple[Further, ...] = ()  # pools beside that of KV
 
     @property
@@ -167,6 +169,31 @@ class ModelConfig:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
+    @property
+    def tail_window(self) -> int:
+        """Positions that the layers with tail pages see, their own included; 0: there are no such layers."""
+        return max(filter(None, self.sliding_window)) if self.has_tail else 0
+
+    def with_tail(self) -> ModelConfig:
+        """Return the configuration with tail pages, if some layers have a window, and others see all positions."""
+        is_mixed = None in self.sliding_window and set(self.sliding_window) != {None}
+        return replace(self, has_tail=is_mixed and self.latent is None)
+
+    def by_window(self) -> tuple[ModelConfig, ModelConfig]:
+        """Return the configurations by which attention computes layers that see all positions, and those with a
+        window. Each has the layers of its pool."""
+        windows = tuple(each for each in self.sliding_window if each is not None)
+        num_unbounded = self.num_layers - len(windows)
+        unbounded = replace(self, has_tail=False, num_layers=num_unbounded, sliding_window=(None,) * num_unbounded)
+        return unbounded, replace(self, has_tail=False, num_layers=len(windows), sliding_window=windows)
+
+    def kv_place(self, layer: int) -> int:
+        """Return the index of a layer's KV in its pool."""
+        if not self.has_tail:
+            return layer
+        is_windowed = self.sliding_window[layer] is not None
+        return sum((window is not None) == is_windowed for window in self.sliding_window[:layer])
+
     def place(self, name: str, layer: int) -> int | None:
         """Return the index of a layer in the further pool `name`; None: the layer stores nothing in it."""
         layers = next(each.layers for each in self.further if each.name == name)
@@ -186,13 +213,18 @@ class ModelConfig:
             planes = [KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names]
         else:
             planes = [KvPlane(name, heads, width, dtype) for name in names]
-        further = (
+        further = [
             FurtherPool(
                 each.name, len(each.layers), (KvPlane(each.name, each.num_heads, each.width, each.dtype or dtype),)
             )
             for each in self.further
-        )
-        return pool_of(self.num_layers, dtype, planes, tuple(further))
+        ]
+        num_layers = self.num_layers
+        if self.has_tail:
+            unbounded, windowed = self.by_window()
+            num_layers = unbounded.num_layers
+            further.append(FurtherPool(WINDOW_POOL, windowed.num_layers, tuple(planes), self.tail_window))
+        return pool_of(num_layers, dtype, planes, tuple(further))
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another

@@ -20,7 +20,7 @@ from ...kernels.products.fp8 import E4M3
 from ...kernels.sampling.sample import Choice, perturbed_argmax
 from ...kernels.state.rows import gather_rows
 from ..attention.attention import RotaryEmbedding, begin_attention
-from ..attention.context import AttentionContext
+from ..attention.context import AttentionByWindow, AttentionContext
 from ..checkpoint.model_config import ModelConfig
 from ..layers.decoder import DecoderLayer, Residual
 from ..products.base import VOCAB
@@ -117,6 +117,7 @@ class DecoderModel:
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
         self._rotary = RotaryEmbedding(config.rope, config.rotated_size, self.device, config.rotary_dim)
+        self._by_window = config.by_window() if config.has_tail else None
 
     @property
     def handoff_hidden_size(self) -> int:
@@ -139,7 +140,14 @@ class DecoderModel:
     def begin(self, batch: ForwardBatch | JointBatch, pools: ModelPools) -> AttentionContext:
         """Return what the attention layers of one forward share."""
         assert pools.kv.dtype in (self.dtype, E4M3), (pools.kv.dtype, self.dtype)
-        return begin_attention(self.config, self._rotary, batch, pools, self.dtype)
+        if self._by_window is None:
+            return begin_attention(self.config, self._rotary, batch, pools, self.dtype)
+        batches = batch, batch.of_tails()
+        contexts = (
+            begin_attention(config, self._rotary, own, of_kind, self.dtype)
+            for config, own, of_kind in zip(self._by_window, batches, pools.by_window, strict=True)
+        )
+        return AttentionByWindow(*contexts)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""

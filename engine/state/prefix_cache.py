@@ -99,6 +99,15 @@ class PrefixCache:
         self.evict(max(0, n - self.pool.num_free))
         return self.pool.allocate(n, owner)
 
+    @property
+    def available_tails(self) -> int:
+        """Number of tail pages that `allocate_tails` can give."""
+        return self.pool.num_free_tails
+
+    def allocate_tails(self, n: int, owner: Owner) -> list[int]:
+        """Take `n` tail pages as `PagePool.allocate_tails` does."""
+        return self.pool.allocate_tails(n, owner)
+
     def match(self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None) -> int:
         """Return how many pages `acquire` would find now. It pins no page, and it does not count as a use."""
         return sum(1 for _ in self._walk(token_ids, salt, limit_pages))

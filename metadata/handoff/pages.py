@@ -270,7 +270,8 @@ class ReceivedPages:
 def memory_of_rank_0(counted: HostMemory, ours: PageMemory) -> PeerMemory:
     """Return the target's pool of rank 0, which has the generations of the pages of all ranks. `ours` is that of a rank
     of the same node, and so has as many bytes."""
-    return PeerMemory(counted.pid, counted.fd, counted.size, ours.layout, ours.num_pages)
+    where = counted.pid, counted.fd, counted.size
+    return PeerMemory(*where, ours.layout, ours.num_pages, num_counted=ours.num_counted)
 
 
 def _check_digest(schema: HandoffSchema, device: DevicePool | None) -> None:
@@ -283,18 +284,24 @@ class HostPool(Protocol):
 
     layout: KvLayout
     num_pages: int
+    first: int  # number of the first page
     pages: np.ndarray  # uint8 [num_layers, num_pages, page_layer_bytes]
 
 
 def page_checksums(memory: Sequence[HostPool], page: int) -> bytes:
     """Return the checksums of page number `page` in all pools (target, then draft), as little-endian uint64 [sum of
-    num_layers * blocks_per_layer]."""
+    num_layers * blocks_per_layer]. Those of a pool that has no page of this number are 0."""
     digests: list[int] = []
     for pool in memory:
         size = pool.pages.shape[2]
+        if not pool.first <= page < pool.first + pool.num_pages:
+            digests += [0] * (pool.layout.num_layers * pool.layout.blocks_per_layer)
+            continue
         blocks = _blocks(pool.layout)
         data = pool.pages.reshape(-1).data
-        for start in range(page * size, data.nbytes, pool.num_pages * size):  # the page's offset in each layer
+        for start in range(
+            (page - pool.first) * size, data.nbytes, pool.num_pages * size
+        ):  # the page's offset in each layer
             digests += map(xxh3_64_intdigest, blocks.unpack_from(data, start))
     column = array("Q", digests)
     if sys.byteorder == "big":

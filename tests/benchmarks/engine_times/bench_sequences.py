@@ -25,6 +25,7 @@ from baton.engine.rounds.rounds import Rounds, Submitted
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner
+from baton.engine.state.tail_pages import TailPages
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
@@ -44,6 +45,7 @@ class Running:
     slot: int | None = None
     num_missed: int = 0
     lacks_draft: bool = False
+    tail: TailPages | None = None
     salt: str = ""
     num_accepted: list[int] = field(default_factory=list)
 

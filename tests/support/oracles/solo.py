@@ -32,6 +32,7 @@ from baton.engine.sampling.row_shares import Lens
 from baton.engine.sampling.sampling import SubmittedSample
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner
+from baton.engine.state.tail_pages import TailPages
 from baton.engine.work import MAX_MISSED, Accepted, BatchRow, RoundTokens
 from baton.metadata.wire.request import SamplingParams
 
@@ -51,6 +52,7 @@ class Running:
     slot: int | None = None
     num_missed: int = 0
     lacks_draft: bool = False
+    tail: TailPages | None = None
     salt: str = ""
     num_accepted: list[int] = field(default_factory=list)  # one a round
 
