@@ -6,9 +6,11 @@ pages go to the prefix cache while it runs, and again when it gives its pages ba
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..engine.state.pages import Owner
-from ..engine.state.prefix_cache import PrefixCache
-from ..engine.state.tail_pages import TailPages, most_tails
+from ..engine.state.prefix_cache import Lease, PrefixCache
+from ..engine.state.tail_pages import TailPages, most_tails, tails_before
 from ..engine.work import MAX_MISSED
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.schema.schema import decode_len, pages_of
@@ -35,6 +37,7 @@ class SequencePages:
         self._first_rounds_len, self._context_len = first_rounds_len, context_len
         self._num_prompt_states = num_prompt_states
         self._window = window
+        self._num_tails = tails_before(tail_window, self._page_size)  # that a hit needs if work continues behind it
         self._tail_window, self._chunk_len = tail_window, chunk_tokens + 1 + first_rounds_len
         self.num_releases = 0  # how often a sequence gave its pages back
 
@@ -44,11 +47,11 @@ class SequencePages:
         `headroom`: pages that must be left over. `is_pulled`: its KV comes from a prefill node, tail pages included;
         otherwise it is computed here."""
         num_tokens = len(sequence.token_ids)
-        most_cached = self._most_cached(sequence) if is_pulled or not self._tail_window else 0
-        lease = self._cache.acquire(sequence.token_ids, sequence.salt, most_cached)
+        num_tails = 0 if is_pulled else self._num_tails
+        lease = self._cache.acquire(sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails)
         end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
         num_pages = pages_of(end, self._page_size)
-        tail = self._begin_tail(num_tokens, is_pulled=is_pulled)
+        tail = self._begin_tail(num_tokens, lease, is_pulled=is_pulled)
         try:
             num_own, num_tails = num_pages - len(lease.pages), 0
             if tail is not None:
@@ -95,13 +98,15 @@ class SequencePages:
             return max(pages_of(num_tokens, self._page_size), len(sequence.pages))
         return pages_of(num_tokens, self._page_size)
 
-    def _begin_tail(self, num_tokens: int, *, is_pulled: bool) -> TailPages | None:
-        """Return the table of tail pages of a sequence, without pages yet. If its KV is pulled, the pages before those
-        that the first round reads do not come. None: the model has no such pages."""
+    def _begin_tail(self, num_tokens: int, lease: Lease, *, is_pulled: bool) -> TailPages | None:
+        """Return the table of tail pages of a sequence, without pages of its own yet. If its KV is pulled, the pages
+        before those that the first round reads do not come. None: the model has no such pages."""
+        base = self._cache.pool.num_pages
         if not self._tail_window:
             return None
-        first = max(0, num_tokens - self._tail_window + 1) // self._page_size if is_pulled else 0
-        return TailPages.from_page(self._cache.pool.num_pages, first)
+        if is_pulled:
+            return TailPages.from_page(base, max(0, num_tokens - self._tail_window + 1) // self._page_size)
+        return TailPages.behind(base, len(lease.pages), lease.tail_pages)
 
     def _most_tails(self, *, is_decoding: bool) -> int:
         """Return how many tail pages a sequence may hold: those of two rounds, or of a chunk and the rounds after."""
@@ -116,10 +121,8 @@ class SequencePages:
         num_leased = len(sequence.lease.pages)
         if num_before != num_leased * self._page_size:
             return 0
-        if (
-            self._tail_window
-            or self._cache.match(sequence.token_ids, sequence.salt, self._most_cached(sequence)) <= num_leased
-        ):
+        limit = self._most_cached(sequence)
+        if self._cache.match(sequence.token_ids, sequence.salt, limit, self._num_tails) <= num_leased:
             return 0
         self._free(sequence, len(sequence.pages))
         sequence.give_up_pages()
@@ -174,7 +177,10 @@ class SequencePages:
             return
         self.share(sequence)
         self.num_releases += 1
-        self._free(sequence, len(sequence.pages))
+        taken: list[int] = []
+        if sequence.tail is not None:  # the text may continue behind its end
+            taken = self._cache.give_tails(sequence.lease, sequence.tail.first, sequence.tail.own)
+        self._free(sequence, len(sequence.pages), taken)
         sequence.give_up_pages()
 
     def _most_cached(self, sequence: Sequence) -> int:
@@ -184,9 +190,10 @@ class SequencePages:
             return self.most_shared(sequence)
         return min(self.most_shared(sequence), sequence.prompt_scores.num_skippable // self._page_size)
 
-    def _free(self, sequence: Sequence, end: int) -> None:
-        """End the sequence's lease, and free its own pages before index `end`."""
+    def _free(self, sequence: Sequence, end: int, taken: Collection[int] = ()) -> None:
+        """End the sequence's lease, and free its own pages before index `end`. The prefix cache has `taken` some of its
+        tail pages."""
         assert sequence.lease is not None, sequence.unit
         self._cache.release(sequence.lease, sequence.pages[sequence.first_kept : end])
         if sequence.tail is not None:
-            self._cache.pool.release(sequence.tail.own)
+            self._cache.pool.release(sequence.tail.rest(taken))

@@ -51,6 +51,7 @@ class Request:
         0  # pages from the start that no sampled token changes; each choice has its own copy of the others
     )
     tail: TailPages | None = None  # pages of layers with a window; None: the model has none, or it holds no pages
+    kept_tails: list[int] | None = None  # the tail pages that are its own when all is submitted; None: before
     tail_copies: list[int] = field(default_factory=list)  # copies of the unshared pages, for all choices but the first
     num_cached: int = 0
     num_submitted: int = 0  # tokens with KV in `pages` for whatever is submitted to the device from now on
@@ -109,9 +110,21 @@ class Request:
         self.num_submitted = self.num_computed = self.num_cached = num_cached
         self.started = self._idle_since = time.monotonic()
 
+    @property
+    def own_tails(self) -> list[int]:
+        """The tail pages that it must free."""
+        if self.kept_tails is not None:
+            return self.kept_tails
+        return [] if self.tail is None else self.tail.own
+
+    def keep_tail(self, own: list[int]) -> None:
+        """The prefix cache, or the pool, has got all tail pages but `own`."""
+        self.kept_tails = own
+
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""
         self.lease, self.pages, self.tail, self.tail_copies = None, [], None, []
+        self.kept_tails = None
 
     def submit_chunk(self, num_tokens: int) -> None:
         """Record that the device was asked to compute the next `num_tokens` tokens."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import PrefixCache
-from ..engine.state.tail_pages import TailPages, most_tails
+from ..engine.state.tail_pages import TailPages, most_tails, tails_before
 from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.schema.schema import pages_of, prefill_pages, shared_pages
@@ -58,6 +58,7 @@ class PrefillScheduler:
         self.cache = cache
         self.page_size = cache.pool.page_size
         self._tail_window = tail_window
+        self._tails_before = tails_before(tail_window, self.page_size)
         self._most_tails = most_tails(tail_window, chunk_tokens, self.page_size) if tail_window else 0
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
@@ -112,8 +113,10 @@ class PrefillScheduler:
         num_full = len(request.token_ids) // self.page_size
         self.cache.insert(request.token_ids, request.pages[:num_full], request.cache_salt, request.lease)
         if request.tail is not None:  # what the first round reads stays
-            seen = max(0, len(request.token_ids) - self._tail_window + 1) // self.page_size
-            self.cache.pool.release(request.tail.shrink(len(request.pages) - seen))
+            tail, read = request.tail, max(0, len(request.token_ids) - self._tail_window + 1) // self.page_size
+            taken = self.cache.give_tails(request.lease, tail.first, tail.own)
+            self.cache.pool.release(tail.rest(taken, read))
+            request.keep_tail(tail.rest(taken)[len(tail.rest(taken, read)) :])
 
     def stop(self, request: Request) -> None:
         """Compute no more of a request that has no choices left. It keeps its pages until its tickets end."""
@@ -131,8 +134,7 @@ class PrefillScheduler:
         if request.lease is not None:
             self.cache.release(request.lease, request.pages)
             self.cache.pool.release(request.tail_copies)
-            if request.tail is not None:
-                self.cache.pool.release(request.tail.own)
+            self.cache.pool.release(request.own_tails)
             request.give_up_pages()
 
     def find(self, rid: str, attempt: int) -> list[Request]:
@@ -164,10 +166,13 @@ class PrefillScheduler:
     def _take_pages(self, request: Request) -> bool:
         """Give the request all its pages, cached ones first, or none (False)."""
         num_tokens = len(request.token_ids)
-        lease = self.cache.acquire(request.token_ids, request.cache_salt, self._most_cached(request))
+        lease = self.cache.acquire(
+            request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
+        )
         owner = Owner.REQUEST if request.decode is None else Owner.TICKET
         num_pages = pages_of(num_tokens, self.page_size)
-        num_own, num_tails = num_pages - len(lease.pages), min(num_pages, self._most_tails)
+        num_own = num_pages - len(lease.pages)
+        num_tails = min(num_own, self._most_tails)
         try:
             if num_tails > self.cache.available_tails:
                 raise OutOfPages(f"{num_tails} tail pages were asked for")
@@ -177,8 +182,8 @@ class PrefillScheduler:
             return False
         tail = None
         if self._tail_window:
-            tail = TailPages(self.cache.pool.num_pages)
-            tail.extend(num_tails, self.cache.allocate_tails(num_tails, owner))
+            tail = TailPages.behind(self.cache.pool.num_pages, len(lease.pages), lease.tail_pages)
+            tail.extend(len(lease.pages) + num_tails, self.cache.allocate_tails(num_tails, owner))
         num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
         request.start(lease, own[:num_own], own[num_own:], num_shared, len(lease.pages) * self.page_size, tail)
         return True
@@ -193,6 +198,4 @@ class PrefillScheduler:
     def _most_cached(self, request: Request) -> int:
         """Return how many pages may come from the prefix cache. A request that asks for log-probabilities of its prompt
         computes every position."""
-        if self._tail_window:
-            return 0
         return 0 if request.generation.prompt_logprobs else (len(request.token_ids) - 1) // self.page_size

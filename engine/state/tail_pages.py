@@ -13,7 +13,7 @@ it. Rows that a failed step did not write were not written over either: the step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ...metadata.handoff.schema.schema import pages_of
@@ -23,6 +23,11 @@ def most_tails(window: int, num_new: int, page_size: int) -> int:
     """Return how many tail pages hold all that `num_new` tokens in a row see of layers with this window, themselves
     included, wherever a page begins."""
     return pages_of(max(0, window + num_new - 2), page_size) + 1
+
+
+def tails_before(window: int, page_size: int) -> int:
+    """Return how many tail pages hold what the token behind a whole page sees of layers with this window."""
+    return pages_of(max(0, window - 1), page_size)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,10 +43,23 @@ class TailPages:
         """Return the table of a sequence whose tail begins at page `first` of tokens. Nothing reads those before."""
         return cls(base, [0] * first, first)
 
+    @classmethod
+    def behind(cls, base: int, num_pages: int, cached: Sequence[int]) -> TailPages:
+        """Return the table of a sequence that continues behind `num_pages` cached pages, of whose tail pages it reads
+        `cached`, the last ones. They belong to the prefix cache."""
+        pages = [0] * (num_pages - len(cached)) + [page - base for page in cached]
+        return cls(base, pages, num_pages)
+
     @property
     def own(self) -> list[int]:
         """The sequence's own tail pages by their numbers in the pool's books."""
         return [self.base + page for page in self.pages[self.first :]]
+
+    def rest(self, taken: Collection[int], first_read: int | None = None) -> list[int]:
+        """Return the sequence's own tail pages but those that the prefix cache has `taken`. `first_read`: only pages
+        before this page of tokens; None: all."""
+        stop = len(self.pages) if first_read is None else max(self.first, first_read)
+        return [page for page in self.numbers(range(self.first, stop)) if page not in taken]
 
     def numbers(self, indices: range) -> list[int]:
         """Return the numbers in the pool's books of the tail pages of some pages of tokens."""
