@@ -343,7 +343,7 @@ class DecodeScheduler:
         num_new = min(sequence.num_to_compute - 1, budget)
         start, stop = sequence.num_computed, sequence.num_computed + num_new
         if self._grow(sequence, stop, plan):
-            tail = () if sequence.tail is None else sequence.tail.pages
+            tail = None if sequence.tail is None else sequence.tail.pages
             plan.sequences.append(sequence)
             scores = sequence.prompt_scores
             num_scored = 0 if scores is None else scores.num_scored(start, num_new)

@@ -159,7 +159,10 @@ class SequencePages:
         """Give back the pages before what any layer sees from now on, those of the prefix cache only if all of them are
         before it. Later pages do not enter the cache, since it has whole prefixes."""
         if sequence.tail is not None:  # a prompt that was computed here held more of them
-            self._cache.pool.release(sequence.tail.shrink(self._most_tails(is_decoding=True)))
+            assert sequence.lease is not None, sequence.unit
+            first, surplus = sequence.tail.first, sequence.tail.shrink(self._most_tails(is_decoding=True))
+            taken = self._cache.give_tails(sequence.lease, first, surplus, pins=False) if surplus else ()
+            self._cache.pool.release(page for page in surplus if page not in taken)
         if self._window is None:
             return
         assert sequence.lease is not None, sequence.unit

@@ -580,7 +580,8 @@ def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.de
     free = available_memory()
     if kind_of(device).is_apart:
         free = min(free, torch.cuda.mem_get_info(device)[0])
-    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // (num_nodes * page_bytes(schema))))
+    bytes_per_page = page_bytes(schema) + page_bytes(schema, of_tails=True)  # there are no more tail pages than others
+    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // (num_nodes * bytes_per_page)))
     if num_pages * schema.page_size < context_len:
         logger.warning("memory for %d tokens only: longer requests will be refused", num_pages * schema.page_size)
     return num_pages

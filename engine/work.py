@@ -46,7 +46,7 @@ class BatchRow:
     pages: Sequence[int]
     num_logits: int = 1
     num_scored: int = 0
-    tail: Sequence[int] = ()
+    tail: Sequence[int] | None = None
 
 
 # --- rounds: what a decode node asks for ---
@@ -107,7 +107,7 @@ class TableChange:
     slot: int
     first: int
     pages: Sequence[int]
-    tail: Sequence[int] = ()
+    tail: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,8 +115,9 @@ class PrefillScheduler:
         if request.tail is not None:  # what the first round reads stays
             tail, read = request.tail, max(0, len(request.token_ids) - self._tail_window + 1) // self.page_size
             taken = self.cache.give_tails(request.lease, tail.first, tail.own)
-            self.cache.pool.release(tail.rest(taken, read))
-            request.keep_tail(tail.rest(taken)[len(tail.rest(taken, read)) :])
+            own, unread = tail.rest(taken), tail.rest(taken, read)
+            self.cache.pool.release(unread)
+            request.keep_tail(own[len(unread) :])
 
     def stop(self, request: Request) -> None:
         """Compute no more of a request that has no choices left. It keeps its pages until its tickets end."""
@@ -188,10 +189,10 @@ class PrefillScheduler:
         request.start(lease, own[:num_own], own[num_own:], num_shared, len(lease.pages) * self.page_size, tail)
         return True
 
-    def _tail_of(self, request: Request, num_tokens: int) -> Sequence[int]:
+    def _tail_of(self, request: Request, num_tokens: int) -> Sequence[int] | None:
         """Return the request's table of tail pages, which reaches the first `num_tokens` tokens."""
         if request.tail is None:
-            return ()
+            return None
         request.tail.extend(pages_of(num_tokens, self.page_size), ())
         return request.tail.pages
 

@@ -30,7 +30,8 @@ def begin_paged(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_
         plan = _plan(batch)
         pieces = LatentPieces.of(batch, config.latent, config.num_heads, kv.itemsize)
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
-    prompts = PromptPieces.of(batch, kv, cos.dtype) if set(config.sliding_window) == {None} else None
+    fuses = set(config.sliding_window) == {None} and not config.has_sinks  # torch's fused attention has none
+    prompts = PromptPieces.of(batch, kv, cos.dtype) if fuses else None
     return _PagedAttention(config, _plan(batch), prompts, kv_layers, cos, sin)
 
 
@@ -64,7 +65,7 @@ class _PagedAttention(AttentionContext):
 
     def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
         kv_layer, rows, eps = self.kv_layers[heads.layer], self.plan.new_rows, self.config.rms_norm_eps
-        prompts = self.prompts if heads.sinks is None else None  # torch's fused attention has none
+        prompts = self.prompts
         fuses = prompts is not None
         q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, rows, heads.norms, eps, writes_back=fuses)
         if prompts is not None:

@@ -37,7 +37,7 @@ class BlockTables:
             assert change.first <= self._num_pages[change.slot] and end <= self.num_columns, (change.first, end)
             self._write(self._pages, change, change.pages)
             if self._tails is not None:
-                self._write(self._tails, change, change.tail)
+                self._write(self._tails, change, change.tail or ())
             self._num_pages[change.slot] = end
 
     def copy_rows(

@@ -334,7 +334,7 @@ class Rounds:
                     continue
                 first = sent.num_pages
             assert first <= num_pages, (first, num_pages)
-            tail = () if sequence.tail is None else sequence.tail.pages[first:num_pages]
+            tail = None if sequence.tail is None else sequence.tail.pages[first:num_pages]
             changes.append(TableChange(slot, first, pages[first:], tail))
             self._sent[slot] = _SentTable(pages, num_pages)
         return changes

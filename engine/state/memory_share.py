@@ -110,7 +110,8 @@ def fit_pools(engine: Engine, config: EngineConfig, rehearse: Callable[[Engine],
     free, total = torch.cuda.mem_get_info(engine.device)
     free += engine.pool_bytes
     host = None if config.transport == "cuda" else available_memory() // engine.num_nodes  # all pools travel through it
-    memory = Memory(total, free, torch.cuda.memory_reserved(), peak, host)
+    tails = engine.most_tail_bytes  # beside the pages whose number follows
+    memory = Memory(total, free, torch.cuda.memory_reserved(), peak + tails, None if host is None else host - tails)
     engine.resize(num_pages(memory, config.share, engine.page_bytes))
     torch.cuda.empty_cache()  # graphs of the rehearsal are gone now
     logger.info(

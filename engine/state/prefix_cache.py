@@ -118,8 +118,10 @@ class PrefixCache:
         """Number of tail pages that `allocate_tails` can give."""
         return self.pool.num_free_tails + len(self._idle_tails)
 
-    def tail_ledger(self) -> PoolLedger:
-        """Count the tail pages by owner, and the cached ones that are in use."""
+    def tail_ledger(self) -> PoolLedger | None:
+        """Count the tail pages by owner, and the cached ones that are in use. None: the pool has none."""
+        if not self.pool.num_tails:
+            return None
         ledger = self.pool.tail_ledger(self._num_tails - len(self._idle_tails))
         assert ledger.cache == self._num_tails, (ledger, self._num_tails)
         return ledger
@@ -156,9 +158,10 @@ class PrefixCache:
             self._use_tail(lease, node)
         return lease
 
-    def give_tails(self, lease: Lease, first: int, tails: Sequence[int]) -> list[int]:
-        """Give computed tail pages of a request to the cache: those of the lease's pages from page `first` on. They
-        stay valid and pinned by the lease. Return those that the cache took. It takes none of a page that has one."""
+    def give_tails(self, lease: Lease, first: int, tails: Sequence[int], *, pins: bool = True) -> list[int]:
+        """Give computed tail pages of a request to the cache: those of the lease's pages from page `first` on. The
+        lease pins them unless the request reads them no more (`pins`). Return those that the cache took. It takes none
+        of a page that has one."""
         taken: list[int] = []
         nodes = list(self._path(lease))[::-1]
         for node, tail in zip(nodes[first:], tails, strict=False):
@@ -166,7 +169,10 @@ class PrefixCache:
                 self.pool.transfer((tail,), Owner.CACHE)
                 node.tail = tail
                 self._num_tails += 1
-                self._use_tail(lease, node)
+                if pins:
+                    self._use_tail(lease, node)
+                else:
+                    self._idle_tails[node] = None
                 taken.append(tail)
         return taken
 

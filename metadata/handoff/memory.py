@@ -41,6 +41,15 @@ def memory_size(layout: KvLayout, num_pages: int, num_counted: int | None = None
     return _generations_offset(layout, num_pages) + 8 * (num_pages if num_counted is None else num_counted)
 
 
+def num_counted_in(size: int, layout: KvLayout, num_pages: int) -> int:
+    """Return how many pages have generations in a pool's memory of this size. Raises TransferError for a size that does
+    not fit the layout."""
+    num_counted = (size - _generations_offset(layout, num_pages)) // 8
+    if num_counted < num_pages:
+        raise TransferError(f"peer's pool has {size} bytes, too few for {num_pages} pages of this layout")
+    return num_counted
+
+
 class PageMemory:
     """The pages of one pool in this process.
 
@@ -64,11 +73,6 @@ class PageMemory:
         with contextlib.suppress(OSError):  # advice: a kernel without huge pages may refuse it
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.pages, self.generations = _views(self._map, layout, num_pages, self.num_counted)
-
-    @property
-    def num_tails(self) -> int:
-        """Tail pages of the node, if this is the memory of its first pool."""
-        return self.num_counted - self.num_pages
 
     def holds(self, page: int) -> bool:
         """Return whether the pool has a page of this number."""

@@ -85,12 +85,18 @@ class DevicePool(Protocol):
         ...
 
     def map(
-        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+        self,
+        descriptors: Sequence[int],
+        sizes: Sequence[int],
+        num_pages: int,
+        part: PagePart | None = None,
+        num_tails: int = 0,
     ) -> MappedPools:
-        """Map a peer's pools of `num_pages` pages for reading. `sizes` are those of its target pool and its draft pool;
-        if its ranks have pages of their own, each rank has as many of these, and `descriptors` go from rank to rank.
-        `part` names the part that the peer gives of our pages, and the layouts of its pools; None: the whole pages. The
-        caller closes the descriptors. Raises TransferError, with nothing left mapped, if a pool cannot be mapped."""
+        """Map a peer's pools of `num_pages` pages, or of `num_tails` tail pages, for reading. `sizes` are those of its
+        target pools and its draft pools; if its ranks have pages of their own, each rank has as many of these, and
+        `descriptors` go from rank to rank. `part` names the part that the peer gives of our pages, and the layouts of
+        its pools; None: the whole pages. The caller closes the descriptors. Raises TransferError, with nothing left
+        mapped, if a pool cannot be mapped."""
         ...
 
     def expect(self, pages: Sequence[int]) -> None:
@@ -99,8 +105,9 @@ class DevicePool(Protocol):
         ...
 
     def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> Gather:
-        """Begin to copy pages `sources` of the peer to pages `targets` of ours, or the part for which the peer's pools
-        were mapped. The checksums are those of our whole pages. Raises OutOfMemory; no page is written after that."""
+        """Begin to copy pages `sources` of the peer to pages `targets` of ours, which are all tail pages or all others,
+        or the part for which the peer's pools were mapped. The checksums are those of our whole pages. Raises
+        OutOfMemory; no page is written after that."""
         ...
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
@@ -109,8 +116,8 @@ class DevicePool(Protocol):
         ...
 
     def begin_digest(self, pages: Sequence[int]) -> Gather:
-        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Raises
-        OutOfMemory."""
+        """Begin to compute the checksums of pages of ours, all tail pages or all others, when all work is done that was
+        submitted so far. Raises OutOfMemory."""
         ...
 
     def store(self, pages: Sequence[int]) -> None:

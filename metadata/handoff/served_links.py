@@ -141,7 +141,6 @@ class DecodePeers:
             transport=transport,
             lease_s=self._lease_s,
             num_pages=self._end.memory[0].num_pages,
-            num_tail_pages=self._end.memory[0].num_tails,
         )
         if transport == RANKS:
             return RanksWelcome(**msgspec.structs.asdict(welcome), addresses=self._addresses)

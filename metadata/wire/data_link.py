@@ -60,7 +60,6 @@ class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     transport: Name
     lease_s: Annotated[float, Meta(ge=MIN_LEASE_S, le=1e4)]  # a shorter lease would be renewed all the time
     num_pages: Count = 0
-    num_tail_pages: Annotated[Count, Since(8)] = 0  # whose numbers come behind those of the others
     pid: Count = 0
     fds: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
     sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()

@@ -128,9 +128,9 @@ def test_pools_that_do_not_fit_name_what_was_given(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engines, "pool_zeros", full)
     layouts = [KvLayout.of(PoolLayout(24, 8, 128, "bfloat16"), 1024)]  # 96 MiB per page
     with pytest.raises(ConfigError, match=r"num_pages 64 need 6\.4 GB.*3\.2 GB free; use 32 pages or fewer"):
-        engines._on_gpu(layouts, 64, torch.device("cuda"), is_given=True)
+        engines._on_gpu(layouts, [64], torch.device("cuda"), is_given=True)
     with pytest.raises(ConfigError, match=r"needs 6\.4 GB.*--memory-share 0\.45 each") as refused:
-        engines._on_gpu(layouts, 64, torch.device("cuda"), is_given=False)
+        engines._on_gpu(layouts, [64], torch.device("cuda"), is_given=False)
     assert "num_pages" not in str(refused.value) and "num-pages" not in str(refused.value)
 
 
