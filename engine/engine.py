@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +36,7 @@ from .checkpoint.hub import name_of
 from .checkpoint.made_checkpoint import FILES
 from .checkpoint.model_card import read_card
 from .checkpoint.model_check import longest_context, resolve_model
-from .checkpoint.model_config import WINDOW_POOL, ModelConfig
+from .checkpoint.model_config import VALUES, WINDOW_POOL, WINDOW_VALUES, ModelConfig
 from .checkpoint.quantization import chosen
 from .checkpoint.read_config import read_model_config
 from .config import SHARING, EngineConfig
@@ -93,7 +93,7 @@ class Engine:
     ) -> None:
         """`num_pages`: of the first pools, if `resize` makes others later; None: as configured."""
         self.model_dir = resolve_model(config.model)
-        self.model_config = read_target(self.model_dir, config)
+        self.model_config = of_files = read_target(self.model_dir, config)
         self.device = choose_device(config.device)
         self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
@@ -116,7 +116,7 @@ class Engine:
         _check_size(num_pages)
         fingerprints: Future[tuple[str, str | None]] | None = None
         if ranks.group.rank == 0 or ranks.rows is not None:  # the others say no hello
-            fingerprints = begin(lambda: (self._fingerprint(), self.speculation.fingerprint), "fingerprints")
+            fingerprints = begin(lambda: (self._fingerprint(of_files), self.speculation.fingerprint), "fingerprints")
         self.model = self._load_model(dtype, progress)
         self._fingerprints = fingerprints
         self.card: ModelCard = read_card(
@@ -148,12 +148,12 @@ class Engine:
         self._plan_prompts(min(self._config.chunk(self.device.type), self.context_len), dtype)
         return loading.result()
 
-    def _fingerprint(self) -> str:
+    def _fingerprint(self, config: ModelConfig) -> str:
         load_format = self._config.load_format
         if load_format == FILES:
-            return fingerprint(self.model_dir, self.model_config)
+            return fingerprint(self.model_dir, config)
         made = f"{load_format} on {self.device.type}"  # devices draw other numbers
-        return fingerprint_of(self.model_config, {"": made.encode()})
+        return fingerprint_of(config, {"": made.encode()})
 
     @property
     def captures(self) -> bool:
@@ -232,12 +232,14 @@ class Engine:
             self.device_pool = CudaPool(self._pools, self.memory, has_checksums=self._config.checksums)
         else:
             self._pools = [torch.from_numpy(memory.pages) for memory in self.memory]
-        values = [_values(pool, layout) for pool, layout in zip(self._pools, layouts, strict=True)]
-        named = dict(zip(pools(self.schema), values, strict=True))
-        self.target_pools = _of_owner(named, "target")
-        self.draft_pools = None if self.schema.draft is None else _of_owner(named, "draft")
+        self.target_pools, self.draft_pools = self._by_owner(map(_values, self._pools, layouts))
         self.pool = PagePool(num_pages, page_size, self.memory[0].generations, num_tails=num_tails)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
+
+    def _by_owner(self, tensors: Iterable[torch.Tensor]) -> tuple[ModelPools, ModelPools | None]:
+        """Return the pools of target and draft, given all in the order of the schema."""
+        named = dict(zip(pools(self.schema), tensors, strict=True))
+        return _of_owner(named, "target"), None if self.schema.draft is None else _of_owner(named, "draft")
 
     def warm_up(self, chunk_tokens: int) -> None:
         """Run steps and a chunk, on CUDA by the drafter too, so that no request pays for first calls, and no node falls
@@ -306,9 +308,13 @@ class Engine:
             q, k, v = qkv[: num_seqs * length].split(num_heads, dim=1)
             prompt_attention.prompt_attention(q, k, v, num_seqs)
         if history.serves(self.device, dtype, config.head_dim):
-            layout = kv_layouts(self.schema)[0].part_of(self.shard)
-            page = qkv.new_zeros((layout.num_layers, 1, layout.page_layer_bytes), dtype=torch.uint8)
-            history.plan(num_tokens, config.num_heads, _values(page, layout)[0], dtype)
+            layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
+            pages = (
+                qkv.new_zeros((layout.num_layers, 1, layout.page_layer_bytes), dtype=torch.uint8) for layout in layouts
+            )
+            page = self._by_owner(map(_values, pages, layouts))[0]
+            values = None if page.values is None else page.values[0]
+            history.plan(num_tokens, config.num_heads, page.kv[0], dtype, values)
 
     def _warm_up_history(self, num_tokens: int, pages: list[int]) -> None:
         """On CUDA, run chunks behind the histories that need most working memory. The pool need not hold the histories:
@@ -413,7 +419,7 @@ class Engine:
 
     @property
     def kvs(self) -> tuple[torch.Tensor, ...]:
-        """All pools of target and draft, in the order of the schema."""
+        """All pools of target and draft."""
         return self.target_pools.all + (() if self.draft_pools is None else self.draft_pools.all)
 
     @property
@@ -510,9 +516,11 @@ class Engine:
         tail_table: torch.Tensor | None = None,
     ) -> None:
         """What the target's pools hold of slots `sources` into slots `targets`, as `move_slots_ref_`."""
-        for name, pool in (("", self.target_pools.kv), *self.target_pools.further.items()):
-            table = tail_table if name == WINDOW_POOL and tail_table is not None else block_table
-            move_slots_(pool, table, sources, targets)
+        target = self.target_pools
+        tails = [target.further[name] for name in (WINDOW_POOL, WINDOW_VALUES) if name in target.further]
+        for pool in target.all:
+            is_tail = tail_table is not None and any(pool is each for each in tails)
+            move_slots_(pool, tail_table if is_tail else block_table, sources, targets)
 
 
 def use_threads(config: EngineConfig) -> None:
@@ -568,7 +576,7 @@ def _values(pool: torch.Tensor, layout: KvLayout) -> torch.Tensor:
 def _of_owner(named: Mapping[str, torch.Tensor], owner: str) -> ModelPools:
     """Return the pools of target or draft, given all by the names of the schema."""
     further = {name.removeprefix(f"{owner}."): pool for name, pool in named.items() if name.startswith(f"{owner}.")}
-    return ModelPools(named[owner], further)
+    return ModelPools(named[owner], values=further.pop(VALUES, None), further=further)
 
 
 def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_nodes: int = 1) -> int:

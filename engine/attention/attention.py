@@ -15,7 +15,8 @@ numbers over them, and the copy of pages behind which a chunk stands returns the
 
 Rotary position embeddings (`RotaryEmbedding`) are the same for all layers. The pair (i, i + head_dim / 2) of a head at
 position p is rotated by the angle p * inv_freq[i]. The scaling variants change `inv_freq`, and yarn also scales the
-result: default and linear (RoFormer, arXiv:2104.09864), yarn (arXiv:2309.00071), llama3 (as published with Llama 3.1).
+result: default and linear (RoFormer, arXiv:2104.09864), yarn (arXiv:2309.00071), llama3 (as published with Llama 3.1),
+proportional (as published with Gemma 4).
 None depends on the length of a sequence.
 """
 
@@ -56,7 +57,7 @@ def begin_attention(
 ) -> AttentionContext:
     """Return the context of a forward over `pools`, which are on the model's device. `dtype` is that of the model. The
     pool of KV is of `dtype` or e4m3 (kernels/state/fp8_pages.py)."""
-    context = _begin(config, rotary, batch, pools.kv, dtype)
+    context = _begin(config, rotary, batch, pools, dtype)
     return FurtherPools(context, PoolRows.of(batch, pools.further)) if pools.further else context
 
 
@@ -64,23 +65,23 @@ def _begin(
     config: ModelConfig,
     rotary: RotaryEmbedding,
     batch: ForwardBatch | JointBatch,
-    kv: torch.Tensor,
+    pools: ModelPools,
     dtype: torch.dtype,
 ) -> AttentionContext:
-    """Return the context over the pool of KV alone, [num_layers, num_pages, num_planes, num_kv_heads, page_size,
-    head_dim]."""
+    """Return the context over the pool of KV, and that of values if they have one."""
     if isinstance(batch, JointBatch):
-        first, second = (_begin(config, rotary, part, kv, dtype) for part in (batch.first, batch.second))
+        first, second = (_begin(config, rotary, part, pools, dtype) for part in (batch.first, batch.second))
         return first.joined(second, batch.first.num_tokens)
     if batch.attention is not None:
         return batch.attention(config, rotary)
-    num_planes = 2 if config.latent is None else 1
+    kv, num_planes = pools.kv, 2 if config.latent is None and config.value_dim is None else 1
     shape = (config.num_layers, num_planes, config.num_kv_heads, batch.page_size, config.head_dim)
     assert (kv.shape[0], *kv.shape[2:]) == shape, (kv.shape, shape)
+    assert (None if pools.values is None else pools.values.shape[5]) == config.value_dim, config.value_dim
     if batch.num_tokens == 0:
         context: AttentionContext = IdleAttention(config.q_size)
     else:
-        context = _WAYS[reader(kv.device, kv.dtype)].begin(config, batch, kv, rotary(batch.positions, dtype))
+        context = _WAYS[reader(kv.device, kv.dtype)].begin(config, batch, pools, rotary(batch.positions, dtype))
     if not config.rope.query_beta:
         return context
     return ScaledQueries(context, query_scales(config.rope, batch.positions, dtype), config.q_size)
@@ -92,20 +93,24 @@ def begin_queries(batch: ForwardBatch, kv: torch.Tensor, dtype: torch.dtype) -> 
     return _WAYS[reader(kv.device, kv.dtype)].queries(batch, kv, dtype)
 
 
-def _begin_compiled(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+def _begin_compiled(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
     """Return the context by kernels that read pages in place, or over gathered pages if a sequence has many new
-    tokens. Arguments are as in `begin_attention`."""
-    if batch.tree is None and max(batch.query_lens) > _MAX_COMPILED_QUERY_LEN:
-        return _begin_gathered(config, batch, kv, cos_sin)
+    tokens, or values are narrower than keys. Arguments are as in `begin_attention`."""
+    is_long = batch.tree is None and max(batch.query_lens) > _MAX_COMPILED_QUERY_LEN
+    if is_long or pools.values is not None:
+        return _begin_gathered(config, batch, pools, cos_sin)
     rows = PagedRows.build(cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree)
-    return _CompiledAttention(config, rows, kv.numpy())
+    return _CompiledAttention(config, rows, pools.kv.numpy())
 
 
-def _begin_gathered(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+def _begin_gathered(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
     """Return the context over gathered pages. Arguments are as in `_begin_compiled`."""
+    kv = pools.kv
     plan = batch.attention_plan(config.num_kv_heads, config.sliding_window, cos_sin[0].dtype, kv.shape[2])
     clear_fresh_pages(kv, plan)
-    return _GatheredAttention(config, plan, kv.unbind(0), *cos_sin)
+    if pools.values is not None:
+        clear_fresh_pages(pools.values, plan)
+    return _GatheredAttention(config, plan, kv.unbind(0), pools.value_layers, *cos_sin)
 
 
 def _compiled_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> _Queries:
@@ -135,6 +140,9 @@ class _GatheredAttention(AttentionContext):
     config: ModelConfig
     plan: AttentionPlan
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, num_planes, num_kv_heads, page_size, head_dim]
+    values: (
+        tuple[torch.Tensor, ...] | None
+    )  # each [num_pages, 1, num_kv_heads, page_size, value_dim]; None: in kv_layers
     cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
     sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
 
@@ -148,15 +156,22 @@ class _GatheredAttention(AttentionContext):
             k.copy_(rms_norm(k, norms.k, config.rms_norm_eps))
         apply_rotary_(qkv[:, :num_rotated, config.head_dim - config.rotated_size :], self.cos, self.sin)
         kv_layer = self.kv_layers[heads.layer]
-        store_kv(qkv[:, num_heads:], kv_layer, self.plan)
-        out = paged_attention(q, kv_layer, self.plan, heads.window, config.softmax_scale, sinks=heads.sinks)
+        if self.values is None:
+            values = None
+            store_kv(qkv[:, num_heads:], kv_layer, self.plan)
+        else:
+            values = self.values[heads.layer]
+            store_kv(qkv[:, num_heads:num_rotated], kv_layer, self.plan)
+            store_kv(qkv[:, num_rotated:, : values.shape[-1]], values, self.plan)
+        scale, sinks = config.softmax_scale, heads.sinks
+        out = paged_attention(q, kv_layer, self.plan, heads.window, scale, sinks=sinks, values=values)
         return out.reshape(num_tokens, -1)
 
 
 class _Way(NamedTuple):
     """One way to compute attention."""
 
-    begin: Callable[[ModelConfig, ForwardBatch, torch.Tensor, CosSin], AttentionContext]
+    begin: Callable[[ModelConfig, ForwardBatch, ModelPools, CosSin], AttentionContext]
     queries: Callable[[ForwardBatch, torch.Tensor, torch.dtype], _Queries]
 
 
@@ -181,6 +196,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _llama3(rope, inv_freq)
         case "yarn":
             return _yarn(rope, inv_freq, head_dim)
+        case "proportional":
+            inv_freq[int(rope.share * head_dim // 2) :] = 0.0
+            return inv_freq / rope.factor
 
 
 def query_scales(rope: RopeConfig, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -85,17 +85,13 @@ class ScaledQueries(AttentionContext):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionByWindow(AttentionContext):
-    """The attention of a model whose layers with a window have pages of their own. Each kind has a context."""
+    """The attention of a family whose layers with a window differ from the others. Each kind has a context."""
 
     unbounded: AttentionContext  # of layers that see all positions
     windowed: AttentionContext
 
     def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
         return (self.unbounded if heads.window is None else self.windowed)(qkv, heads)
-
-    @property
-    def further(self) -> PoolRows:
-        return self.unbounded.further
 
 
 @dataclass(frozen=True, slots=True, eq=False)

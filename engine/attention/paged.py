@@ -18,21 +18,23 @@ from ...kernels.attention.latents import (
 from ...kernels.attention.paged_plan import PagedPlan, decode_attention, extend_attention, norm_rotate_store
 from ..checkpoint.model_config import ModelConfig
 from ..rounds.batch import ForwardBatch
+from ..state.model_pools import ModelPools
 from .context import AttentionContext, CosSin, LayerHeads
 from .latent_pieces import LatentPieces
 from .prompt_pieces import PromptPieces
 
 
-def begin_paged(config: ModelConfig, batch: ForwardBatch, kv: torch.Tensor, cos_sin: CosSin) -> AttentionContext:
+def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
     """Return the context by kernels that read pages in place. Arguments are as in `begin_compiled`."""
-    (cos, sin), kv_layers = cos_sin, kv.unbind(0)
+    (cos, sin), kv = cos_sin, pools.kv
+    kv_layers = kv.unbind(0)
     if config.latent is not None:
         plan = _plan(batch)
         pieces = LatentPieces.of(batch, config.latent, config.num_heads, kv.itemsize)
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
     fuses = set(config.sliding_window) == {None} and not config.has_sinks  # torch's fused attention has none
     prompts = PromptPieces.of(batch, kv, cos.dtype) if fuses else None
-    return _PagedAttention(config, _plan(batch), prompts, kv_layers, cos, sin)
+    return _PagedAttention(config, _plan(batch), prompts, kv_layers, pools.value_layers, cos, sin)
 
 
 def paged_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
@@ -60,6 +62,9 @@ class _PagedAttention(AttentionContext):
     plan: PagedPlan
     prompts: PromptPieces | None
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
+    values: (
+        tuple[torch.Tensor, ...] | None
+    )  # each [num_pages, 1, num_kv_heads, page_size, value_dim]; None: in kv_layers
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
 
@@ -67,16 +72,24 @@ class _PagedAttention(AttentionContext):
         kv_layer, rows, eps = self.kv_layers[heads.layer], self.plan.new_rows, self.config.rms_norm_eps
         prompts = self.prompts
         fuses = prompts is not None
-        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, rows, heads.norms, eps, writes_back=fuses)
+        values = self.values_of(heads)
+        q = norm_rotate_store(
+            qkv, self.cos, self.sin, kv_layer, rows, heads.norms, eps, writes_back=fuses, values=values
+        )
         if prompts is not None:
-            return prompts.attend(q, qkv, kv_layer)
+            return prompts.attend(q, qkv, kv_layer, values)
         return self.attend(q, heads).flatten(1)
 
     def attend(self, q: torch.Tensor, heads: LayerHeads, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the attention of `q` [num_tokens, num_heads, head_dim], whose KV is stored: `out`, or a new tensor of
         q's shape."""
         attend = decode_attention if self.plan.starts is None else extend_attention
-        return attend(q, self.kv_layers[heads.layer], self.plan, heads.window, out=out, sinks=heads.sinks)
+        kv_layer, values = self.kv_layers[heads.layer], self.values_of(heads)
+        return attend(q, kv_layer, self.plan, heads.window, out=out, sinks=heads.sinks, values=values)
+
+    def values_of(self, heads: LayerHeads) -> torch.Tensor | None:
+        """Return the layer of the pool of values; None: they lie beside the keys."""
+        return None if self.values is None else self.values[heads.layer]
 
     def joined(self, second: AttentionContext, num_first: int) -> AttentionContext:
         if isinstance(second, _PagedAttention):
@@ -102,7 +115,8 @@ class _JointPagedAttention(AttentionContext):
 
     def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
         kv_layer, eps = self.first.kv_layers[heads.layer], self.first.config.rms_norm_eps
-        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.rows, heads.norms, eps)
+        values = self.first.values_of(heads)
+        q = norm_rotate_store(qkv, self.cos, self.sin, kv_layer, self.rows, heads.norms, eps, values=values)
         out, num_first = torch.empty_like(q, memory_format=torch.contiguous_format), len(self.first.cos)
         self.first.attend(q[:num_first], heads, out[:num_first])
         self.second.attend(q[num_first:], heads, out[num_first:])

@@ -60,15 +60,18 @@ class PromptPieces:
         plan = PagedPlan(table, seq_lens, None, None, new.int(), None, None, None)
         return cls(tuple(pieces), batch.block_table, plan, index)
 
-    def attend(self, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, qkv: torch.Tensor, kv_layer: torch.Tensor, values: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the values of all tokens, [num_tokens, num_heads * head_dim].
 
         `q` [num_tokens, num_heads, head_dim] is the part of `qkv` with the queries. The batch's keys and values are
-        stored in `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim]."""
+        stored in `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim], or the values in a layer of their own
+        pool, `values`."""
         k, v = qkv.unflatten(1, (-1, q.shape[2]))[:, q.shape[1] :].split(kv_layer.shape[2], dim=1)
         rest: Iterator[torch.Tensor] = iter(())
         if self.rest is not None and self.index is not None:
-            out = extend_attention(q.index_select(0, self.index), kv_layer, self.rest)
+            out = extend_attention(q.index_select(0, self.index), kv_layer, self.rest, values=values)
             rest = iter(out.split([piece.num_tokens for piece in self.pieces if piece.is_rest]))
         outs: list[torch.Tensor] = []
         for piece in self.pieces:
@@ -76,7 +79,9 @@ class PromptPieces:
             if piece.num_prompts:
                 found = prompt_attention.prompt_attention(q[tokens], k[tokens], v[tokens], piece.num_prompts)
             elif piece.num_before:
-                found = history.history_attention(q[tokens], kv_layer, self.block_table, piece.seq, piece.num_before)
+                found = history.history_attention(
+                    q[tokens], kv_layer, self.block_table, piece.seq, piece.num_before, values
+                )
             else:
                 found = next(rest)
             outs.append(found)

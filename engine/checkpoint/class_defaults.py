@@ -42,7 +42,28 @@ _QWEN_VL = {
     "rms_norm_eps": 1e-5,
     "sliding_window": 4096,
 }
+_GEMMA = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
 CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # by model_type
+    "gemma3_text": _GEMMA
+    | {"vocab_size": 262208, "num_hidden_layers": 26, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    "gemma4_text": _GEMMA
+    | {
+        "vocab_size": 262144,
+        "num_hidden_layers": 30,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
     "llama": _LLAMA,
     "mistral": _LLAMA
     | {
@@ -72,6 +93,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # by model_type
     "qwen3_vl_text": {**_QWEN2, "head_dim": 128, "max_position_embeddings": 128000, "sliding_window": None},
 }
 THETAS: Mapping[str, float | None] = {  # rope_theta, if it is not 10,000; None: the file must say it
+    "gemma3_text": 1e6,
+    "gemma4_text": 1e6,
     "ministral3": None,
     "qwen2_vl_text": 1e6,
     "qwen2_5_vl_text": 1e6,

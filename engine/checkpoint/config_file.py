@@ -14,6 +14,8 @@ from ...metadata.errors import ModelError
 
 TEXT, HEAD_LAYER = _INNER = ("text_config", "transformer_layer_config")
 _TEXT_TYPES = {  # model_type of a model with images: that of its text model, if the file does not say
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",
@@ -58,13 +60,19 @@ class Fields:
         return self._sections[key]
 
     def sections(self) -> Iterator[Fields]:
-        """Yield the objects that `section` returned."""
-        yield from self._sections.values()
+        """Yield the objects that `section` returned, and those inside them."""
+        for section in self._sections.values():
+            yield section
+            yield from section.sections()
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
         """Give fields that are absent these values."""
         for key, value in defaults.items():
             self._fields.setdefault(key, value)
+
+    def replace(self, fields: Mapping[str, Any]) -> None:
+        """Give fields these values, whatever they have."""
+        self._fields.update(fields)
 
     def unread(self) -> dict[str, Any]:
         """Return the fields that nobody asked for."""

@@ -18,8 +18,7 @@ from .model_files import safetensors_files
 from .read_config import read_model_config
 
 _EARLY = ("hc_mult", "hands_over_collapsed")  # fields with defaults that the digests of all releases hold
-_OF_PAGES = ("has_tail",)  # fields that say where KV lies, which is no property of the model
-_LATE_ROPE = ("query_beta",)  # fields of `rope` that the digests of early releases lack
+_LATE_ROPE = ("query_beta", "share")  # fields of `rope` that the digests of early releases lack
 
 
 def fingerprint(model_dir: Path, config: ModelConfig | None = None) -> str:
@@ -39,8 +38,6 @@ def fingerprint_of(config: ModelConfig, tensors: Mapping[str, bytes]) -> str:
     for field in dataclass_fields(ModelConfig):  # releases that lack a field agree with those that have its default
         if field.default is not MISSING and field.name not in _EARLY and fields[field.name] == field.default:
             del fields[field.name]
-    for name in _OF_PAGES:
-        fields.pop(name, None)
     for name in _LATE_ROPE:
         if fields["rope"][name] == _defaults(RopeConfig)[name]:
             del fields["rope"][name]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ...metadata.handoff.schema.hidden_layout import HiddenDtype
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "proportional")
 WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 
 
@@ -29,7 +29,7 @@ class RopeConfig:
 
     rope_type: RopeType = "default"
     theta: float = 10_000.0
-    factor: float = 1.0  # linear, llama3, yarn: how far the context was stretched
+    factor: float = 1.0  # linear, llama3, yarn, proportional: how far the context was stretched
     original_context_len: int = 0  # llama3, yarn, query_beta: tokens of context before stretching
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 1.0  # llama3
@@ -38,6 +38,7 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the borders between the two to whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies cosines and sines
     query_beta: float = 0.0  # every type: how much queries behind the original context grow; 0: not at all
+    share: float = 1.0  # proportional: the first pairs of a head, which are rotated
 
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
@@ -49,6 +50,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
+VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
 Scoring = Literal["softmax", "sigmoid"]  # how a router makes scores of its product
 
 
@@ -86,6 +88,27 @@ class LatentConfig:
     value_dim: int  # numbers of a head's value
     is_interleaved: bool  # the checkpoint has numbers that are rotated together side by side; else in two halves
     scale: float  # of scores
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4Config:
+    """Parts that only Gemma 4 has."""
+
+    num_shared_layers: int  # the last layers, which read the KV of the last one of their kind before
+    has_wide_shared_mlp: bool  # their feed-forward layers have twice the hidden units
+    values_are_keys: bool  # of layers without a window: values are keys before their norm and rotation
+    input_size: int  # numbers that each layer gets for each token, beside the residual stream; 0: none
+    input_vocab_size: int  # of the table of these numbers
+
+
+@dataclass(frozen=True, slots=True)
+class WindowConfig:
+    """The layers with a window, if they differ from those without one."""
+
+    rope: RopeConfig
+    num_kv_heads: int
+    head_dim: int
+    has_pool: bool  # of its own, because its heads are others: in the whole model, whatever a rank has of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +155,15 @@ class ModelConfig:
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
-    has_tail: bool = False  # the KV of layers with a window has a pool of its own, of tail pages
+    norm_offset: float | None = None  # norms multiply in float32, by weight + this; None: in the model's dtype
+    score_scale: float | None = None  # of scores, which the weights of the queries' norm hold; None: by head_dim
+    window: WindowConfig | None = None  # None: layers with a window are as the others
+    gemma4: Gemma4Config | None = None
+    softcap: float | None = None  # logits are cap * tanh(logits / cap)
+    has_tail: bool = False  # the pool of layers with a window has tail pages
     further: tuple[Further, ...] = ()  # pools beside that of KV
+    value_scale: float = 1.0  # by which values are multiplied
+    value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
 
     @property
     def spec_hidden_size(self) -> int:
@@ -170,6 +200,21 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
 
     @property
+    def num_shared_layers(self) -> int:
+        """Number of the last layers, which read the KV of the last one of their kind before."""
+        return 0 if self.gemma4 is None else self.gemma4.num_shared_layers
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of queries that makes `softmax_scale` that of the scores."""
+        return 1.0 if self.score_scale is None else self.score_scale / self.softmax_scale
+
+    @property
+    def has_window_pool(self) -> bool:
+        """Whether the KV of layers with a window has a pool of its own."""
+        return self.window is not None and self.window.has_pool
+
+    @property
     def tail_window(self) -> int:
         """Positions that the layers with tail pages see, their own included; 0: there are no such layers."""
         return max(filter(None, self.sliding_window)) if self.has_tail else 0
@@ -177,22 +222,36 @@ class ModelConfig:
     def with_tail(self) -> ModelConfig:
         """Return the configuration with tail pages, if some layers have a window, and others see all positions."""
         is_mixed = None in self.sliding_window and set(self.sliding_window) != {None}
-        return replace(self, has_tail=is_mixed and self.latent is None)
+        if not is_mixed or self.latent is not None:
+            return self
+        window = self.window or WindowConfig(self.rope, self.num_kv_heads, self.head_dim, has_pool=True)
+        return replace(self, window=replace(window, has_pool=True), has_tail=True)
 
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
         window. Each has the layers of its pool."""
-        windows = tuple(each for each in self.sliding_window if each is not None)
-        num_unbounded = self.num_layers - len(windows)
-        unbounded = replace(self, has_tail=False, num_layers=num_unbounded, sliding_window=(None,) * num_unbounded)
-        return unbounded, replace(self, has_tail=False, num_layers=len(windows), sliding_window=windows)
+        window = self.window
+        assert window is not None, "all layers are alike"
+        sizes = [len(self._stored(is_windowed=each)) for each in (False, True)]
+        plain = replace(self, window=None, gemma4=None, has_tail=False)
+        unbounded = replace(plain, num_layers=sizes[0], sliding_window=(None,) * sizes[0])
+        windows = (max(filter(None, self.sliding_window), default=None),) * sizes[1]
+        heads = {"num_kv_heads": window.num_kv_heads, "head_dim": window.head_dim}
+        return unbounded, replace(plain, num_layers=sizes[1], sliding_window=windows, rope=window.rope, **heads)
 
     def kv_place(self, layer: int) -> int:
-        """Return the index of a layer's KV in its pool."""
-        if not self.has_tail:
-            return layer
-        is_windowed = self.sliding_window[layer] is not None
-        return sum((window is not None) == is_windowed for window in self.sliding_window[:layer])
+        """Return the index of a layer's KV in its pool: of its own, or of that which it shares."""
+        stored = self._stored(is_windowed=self.sliding_window[layer] is not None)
+        return stored.index(layer) if layer in stored else len(stored) - 1
+
+    def _stored(self, *, is_windowed: bool) -> list[int]:
+        """Return the layers that have KV of their own in the pool of such layers."""
+        stored = range(self.num_layers - self.num_shared_layers)
+        return [
+            each
+            for each in stored
+            if not self.has_window_pool or (self.sliding_window[each] is not None) == is_windowed
+        ]
 
     def place(self, name: str, layer: int) -> int | None:
         """Return the index of a layer in the further pool `name`; None: the layer stores nothing in it."""
@@ -201,30 +260,35 @@ class ModelConfig:
 
     def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
         """Return the description of the model's KV pool and of those beside it, for attention in `dtype`. Raises
-        ConfigError for latents in FP8."""
-        if kv_dtype == "fp8" and self.latent is not None:
+        ConfigError for latents or narrow values in FP8."""
+        if kv_dtype == "fp8" and (self.latent is not None or self.value_dim is not None):
+            what = "latents for keys and values" if self.latent is not None else "values narrower than keys"
             raise ConfigError(
-                f"kv_dtype is fp8, but {self.architecture} has latents in place of keys and values, which are kept in "
-                "the model's type; use --kv-dtype auto"
+                f"kv_dtype is fp8, but {self.architecture} has {what}, which are kept in the model's type; use "
+                "--kv-dtype auto"
             )
-        names = ("k", "v") if self.latent is None else ("latent",)
-        heads, width = self.num_kv_heads, self.head_dim
-        if kv_dtype == "fp8":
-            planes = [KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names]
-        else:
-            planes = [KvPlane(name, heads, width, dtype) for name in names]
+        names = ("latent",) if self.latent is not None else ("k", "v") if self.value_dim is None else ("k",)
+
+        def planes(config: ModelConfig) -> tuple[KvPlane, ...]:
+            heads, width = config.num_kv_heads, config.head_dim
+            if kv_dtype == "fp8":
+                return tuple(KvPlane(name, heads, width, "float8_e4m3fn", SCALE_BYTES, ALIGNMENT) for name in names)
+            return tuple(KvPlane(name, heads, width, dtype) for name in names)
+
         further = [
             FurtherPool(
                 each.name, len(each.layers), (KvPlane(each.name, each.num_heads, each.width, each.dtype or dtype),)
             )
             for each in self.further
         ]
-        num_layers = self.num_layers
-        if self.has_tail:
-            unbounded, windowed = self.by_window()
-            num_layers = unbounded.num_layers
-            further.append(FurtherPool(WINDOW_POOL, windowed.num_layers, tuple(planes), self.tail_window))
-        return pool_of(num_layers, dtype, planes, tuple(further))
+        kinds, window = self.by_window() if self.has_window_pool else (self,), self.tail_window
+        further += [FurtherPool(WINDOW_POOL, kind.num_layers, planes(kind), window) for kind in kinds[1:]]
+        if self.value_dim is not None:
+            further += [
+                FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),), seen)
+                for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (0, window), strict=False)
+            ]
+        return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another

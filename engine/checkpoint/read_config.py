@@ -12,9 +12,18 @@ from ..models.family import NUM_EXPERTS, ModelFamily
 from .class_defaults import CLASS_DEFAULTS, THETAS
 from .config_file import TEXT, ConfigFile, Fields
 from .known_fields import refuse_unknown_fields
-from .model_config import ROPE_TYPES, CheckpointDtype, ModelConfig, RopeConfig, RopeType, yarn_attention_factor
+from .model_config import (
+    ROPE_TYPES,
+    CheckpointDtype,
+    ModelConfig,
+    RopeConfig,
+    RopeType,
+    WindowConfig,
+    yarn_attention_factor,
+)
 from .model_files import all_stored_tensors
 from .quantization import read_quantization
+from .read_attention import global_heads
 
 _FLOATS: dict[str, CheckpointDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # first: without files
 _WITH_MROPE = ("qwen2_vl_text", "qwen2_5_vl_text")  # images have positions of their own; those of text are plain
@@ -33,6 +42,8 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     family = _family(raw, architecture)
     if architecture is None and raw.model_type in family.text_types:
         raw.fill(CLASS_DEFAULTS.get(raw.model_type, {}))
+    if family.respell is not None:
+        family.respell(raw)
     _check_supported(raw, family)
     raw.integer("num_nextn_predict_layers", 0, minimum=0)  # a drafter is chosen by it, without a check
     num_heads = raw.integer("num_attention_heads")
@@ -42,6 +53,11 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         num_kv_heads, head_dim = _heads(raw, num_heads, hidden_size)
     else:
         num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
+    of_window = family.window_head_factor * num_kv_heads, head_dim
+    gemma4 = None if family.read_gemma4 is None else family.read_gemma4(raw)
+    if gemma4 is not None:
+        num_kv_heads, head_dim = global_heads(raw, num_kv_heads, head_dim)
+    window = _window(raw, family, of_window, has_pool=of_window != (num_kv_heads, head_dim))
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
     config = ModelConfig(
@@ -73,6 +89,13 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         has_wide_norms=family.has_wide_norms,
         latent=latent,
         has_sinks=family.has_sinks,
+        norm_offset=family.norm_offset,
+        score_scale=_score_scale(raw, family),
+        window=window,
+        gemma4=gemma4,
+        softcap=_softcap(raw, family),
+        value_scale=1.0 if family.value_dim is None else raw.number("attention_value_scale", 1.0),
+        value_dim=None if family.value_dim is None else family.value_dim(raw, head_dim),
         further=() if family.read_further is None else family.read_further(raw),
     )
     if architecture is None:
@@ -125,8 +148,32 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             )
 
 
-def _rope_fields(raw: ConfigFile) -> Fields:
-    """Return rotary settings, of two spellings: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it."""
+def _softcap(raw: ConfigFile, family: ModelFamily) -> float | None:
+    has_one = family.may_cap_logits and raw.get("final_logit_softcapping") is not None
+    return raw.number("final_logit_softcapping") if has_one else None
+
+
+def _score_scale(raw: ConfigFile, family: ModelFamily) -> float | None:
+    """Return the factor of scores; None: 1 / sqrt(head_dim)."""
+    scale = family.score_scale
+    return raw.number(scale) ** -0.5 if isinstance(scale, str) else scale
+
+
+def _window(raw: ConfigFile, family: ModelFamily, heads: tuple[int, int], *, has_pool: bool) -> WindowConfig | None:
+    """Return the layers with a window; None: they are as the others. `heads`: number and width of their KV heads."""
+    if family.window_theta is None:
+        return None
+    fields = raw.section("rope_parameters").section("sliding_attention")
+    if not fields.has("rope_theta"):
+        fields.fill({"rope_theta": raw.number(family.window_theta_name, family.window_theta)})
+    return WindowConfig(_rotation(raw, family, fields), *heads, has_pool)
+
+
+def _rope_fields(raw: ConfigFile, family: ModelFamily) -> Fields:
+    """Return rotary settings, of two spellings: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it. If
+    layers with a window have others, return those of the layers without one."""
+    if family.window_theta is not None and raw.get("rope_parameters"):
+        return raw.section("rope_parameters").section("full_attention")
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     if any(isinstance(value, dict) for value in raw.section(key).unread().values()):
         raise raw.error(key, "is not served: one set of rotary parameters for all layers is")
@@ -145,7 +192,7 @@ def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim
     """Return the numbers of a head that are rotated; None: all."""
     if family.rotary_share is None:
         return None
-    share = _partial(raw)
+    share = _partial(raw, _rope_fields(raw, family))
     share = raw.positive("partial_rotary_factor", family.rotary_share if share is None else share)
     rotary_dim = raw.integer("rotary_dim", int(share * head_dim))
     if rotary_dim > head_dim or rotary_dim % 2:
@@ -157,14 +204,14 @@ def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim
     return rotary_dim
 
 
-def _partial(raw: ConfigFile) -> Any:
+def _partial(raw: ConfigFile, among: Fields) -> Any:
     """Return partial_rotary_factor, which may be among the rotary settings or beside them."""
-    beside, among = raw.get("partial_rotary_factor"), _rope_fields(raw)
+    beside = raw.get("partial_rotary_factor")
     return among.get("partial_rotary_factor") if among.has("partial_rotary_factor") else beside
 
 
 def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
-    fields = _rope_fields(raw)
+    fields = _rope_fields(raw, family)
     rope = _rotation(raw, family, fields)
     if not family.scales_queries or fields.get("llama_4_scaling_beta") is None:
         return rope
@@ -174,11 +221,11 @@ def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
 
 def _rotation(raw: ConfigFile, family: ModelFamily, fields: Fields) -> RopeConfig:
     """Return the rotary embeddings without a factor of queries."""
-    partial = _partial(raw)
-    if partial not in (None, 1, _latent_share(raw, family)) and family.rotary_share is None:
-        raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
     type_name = fields.get("type")
     rope_type = fields.get("rope_type") or type_name or "default"
+    partial = None if rope_type == "proportional" else _partial(raw, fields)
+    if partial not in (None, 1, _latent_share(raw, family)) and family.rotary_share is None:
+        raise raw.error("partial_rotary_factor", "is not served; only 1.0 is", value=partial)
     if rope_type == "mrope" and raw.model_type in _WITH_MROPE:
         rope_type = "default"
     if rope_type not in ROPE_TYPES:
@@ -189,6 +236,9 @@ def _rotation(raw: ConfigFile, family: ModelFamily, fields: Fields) -> RopeConfi
         return RopeConfig(theta=theta)
     if rope_type == "linear":
         return RopeConfig("linear", theta, fields.number("factor"))
+    if rope_type == "proportional":
+        share = fields.number("partial_rotary_factor", 1.0)
+        return RopeConfig("proportional", theta, fields.number("factor", 1.0), share=share)
     original = int(fields.number("original_max_position_embeddings", raw.integer("max_position_embeddings")))
     if beside not in (None, original):
         raise raw.error("original_max_position_embeddings", f"differs from that of {rope_type}, {original}; correct it")
@@ -245,7 +295,9 @@ def _sliding_window(raw: ConfigFile, family: ModelFamily) -> tuple[int | None, .
     window = raw.integer("sliding_window") if raw.get("sliding_window") is not None else None
     layer_types = raw.get("layer_types")
     if family.window == "by_type":
-        return _by_layer_types(raw, layer_types, window, num_layers)
+        period = raw.integer("sliding_window_pattern", 6)  # the last layer of a period has no window
+        kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(num_layers)]
+        return _by_layer_types(raw, kinds if layer_types is None else layer_types, window, num_layers)
     if family.window == "by_layer":
         window = window if raw.flag("use_sliding_window") else None
         first = raw.integer("max_window_layers", 28, minimum=0)

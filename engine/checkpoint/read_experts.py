@@ -78,7 +78,11 @@ def read_deepseek_experts(raw: ConfigFile, scoring: Scoring, num_ranking: int | 
 def _layers_with_experts(raw: ConfigFile) -> tuple[int, ...]:
     """Return the layers behind the first ones that have experts, or those that `mlp_layer_types` calls sparse."""
     num_layers, types = raw.integer("num_hidden_layers"), raw.get("mlp_layer_types")
-    step, first = raw.integer("moe_layer_freq", 1), raw.integer("first_k_dense_replace", 0, minimum=0)
+    by_layer = isinstance(raw.get("moe_layer_freq"), list)  # then `mlp_layer_types` says the same
+    step, first = (
+        1 if by_layer else raw.integer("moe_layer_freq", 1),
+        raw.integer("first_k_dense_replace", 0, minimum=0),
+    )
     layers = tuple(layer for layer in range(first, num_layers) if layer % step == 0)
     if types is None:
         return layers

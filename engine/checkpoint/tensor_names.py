@@ -19,7 +19,17 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_TOWERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "mm_projector", "image_newline")
+_TOWERS = (
+    "vision_tower",
+    "vision_model",
+    "visual",
+    "multi_modal_projector",
+    "mm_projector",
+    "image_newline",
+    "embed_vision",
+    "audio_tower",
+    "embed_audio",
+)
 _OWN_PREFIXES = ("model.", "lm_head.", "mtp.")  # names that a checkpoint of a text model alone has
 _INPUTS = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")  # of prediction layers in each layout
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.context import AttentionContext, HeadNorms, LayerHeads
@@ -70,3 +71,34 @@ class Attention:
         if self.wide_norms is not None:
             self.wide_norms.apply_(qkv)
         return context(qkv, LayerHeads(self.index, self.head_norms, self.window, self.sinks))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NarrowAttention:
+    """Attention whose values are narrower than keys. Pages hold the narrow values; attention sees them filled up with
+    zeros (ModelConfig.value_dim)."""
+
+    inner: Attention  # its qkv: hidden_size -> q_size + num_kv_heads * (head_dim + value_dim)
+    head_dim: int
+    value_dim: int
+    num_kv_heads: int  # of this rank
+    value_scale: float
+
+    @property
+    def reader(self) -> Linear:
+        return self.inner.qkv
+
+    @property
+    def out(self) -> Linear:
+        return self.inner.out
+
+    def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
+        """Store the new tokens' KV and return the attended values: [num_tokens, hidden_size] -> [num_tokens, num_heads
+        * value_dim]."""
+        inner = self.inner
+        qk, v = inner.qkv(normed).tensor_split([-self.num_kv_heads * self.value_dim], 1)
+        narrow = v.unflatten(1, (self.num_kv_heads, self.value_dim)) * self.value_scale
+        filled = F.pad(narrow, (0, self.head_dim - self.value_dim)).flatten(1)
+        heads = LayerHeads(inner.index, inner.head_norms, inner.window, inner.sinks)
+        attended = context(torch.cat([qk, filled], 1), heads)
+        return attended.unflatten(1, (-1, self.head_dim))[..., : self.value_dim].flatten(1)

@@ -42,9 +42,12 @@ class TargetStates(NamedTuple):
 class Stack(Protocol):
     """All layers of a model and its last norm, over the residual stream or streams of the family."""
 
-    def __call__(self, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]) -> TargetStates:
-        """Run the layers on `embedded` [num_tokens, hidden_size], which may be overwritten. `aux_layers`: layers whose
-        inputs are wanted (num_layers: the last layer's output)."""
+    def __call__(
+        self, input_ids: Tensor, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]
+    ) -> TargetStates:
+        """Run the layers on `embedded` [num_tokens, hidden_size], which may be overwritten: the embeddings of
+        `input_ids` [num_tokens] int64. `aux_layers`: layers whose inputs are wanted (num_layers: the last layer's
+        output)."""
         ...
 
 
@@ -56,7 +59,10 @@ class DecoderStack:
     norm: Tensor  # [hidden_size]
     eps: float
 
-    def __call__(self, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]) -> TargetStates:
+    def __call__(
+        self, input_ids: Tensor, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]
+    ) -> TargetStates:
+        del input_ids
         stream = Residual(embedded, self.eps)
         aux: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
@@ -74,12 +80,14 @@ class Embedding:
     """Owns the table of embeddings."""
 
     weight: Tensor  # [vocab_size, hidden_size]
+    scale: float = 1.0  # of the rows; a number of the weight's dtype
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Return copies of the rows `token_ids` [num_tokens] int64: [num_tokens, hidden_size].
+        """Return scaled copies of the rows `token_ids` [num_tokens] int64: [num_tokens, hidden_size].
 
         On CUDA torch's own `embedding` takes a few tokens one after the other, so a kernel of ours gathers them."""
-        return gather_rows([self.weight], token_ids)[0]
+        rows = gather_rows([self.weight], token_ids)[0]
+        return rows if self.scale == 1 else rows.mul_(self.scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +97,7 @@ class LmHead:
 
     linear: Linear  # hidden_size -> vocab_size, or the share
     shares: VocabShares | None = None  # None: the product is whole
+    softcap: float | None = None  # logits are cap * tanh(logits / cap)
 
     @classmethod
     def tied(cls, embedding: Embedding, ranks: Ranks = ONE_RANK) -> LmHead:
@@ -100,11 +109,16 @@ class LmHead:
     def __call__(self, hidden: Tensor, lens: Lens | None = None) -> Tensor:
         """Return logits of the model's dtype: [num_rows, hidden_size] -> [num_rows, vocab_size]. If the rows are
         divided into `lens`, return those of this rank's rows alone."""
-        logits = self.linear(hidden)
+        logits = self.own(hidden)
         if self.shares is None:
             assert lens is None, "one rank has all rows"
             return logits
         return self.shares.whole(logits) if lens is None else self.shares.rows(logits, lens)
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's share of the vocabulary."""
+        logits, cap = self.linear(hidden), self.softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class DecoderModel:
@@ -116,8 +130,10 @@ class DecoderModel:
         self.device = embedding.weight.device
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
-        self._rotary = RotaryEmbedding(config.rope, config.rotated_size, self.device, config.rotary_dim)
-        self._by_window = config.by_window() if config.has_tail else None
+        kinds = (config,) if config.window is None else config.by_window()
+        self._kinds = tuple(
+            (each, RotaryEmbedding(each.rope, each.rotated_size, self.device, each.rotary_dim)) for each in kinds
+        )
 
     @property
     def handoff_hidden_size(self) -> int:
@@ -135,19 +151,20 @@ class DecoderModel:
     ) -> TargetStates:
         """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
         inputs of `aux_layers` (num_layers: the last layer's output)."""
-        return self.stack(self.embed(batch.input_ids), self.begin(batch, pools), aux_layers)
+        ids = batch.input_ids
+        return self.stack(ids, self.embed(ids), self.begin(batch, pools), aux_layers)
 
     def begin(self, batch: ForwardBatch | JointBatch, pools: ModelPools) -> AttentionContext:
         """Return what the attention layers of one forward share."""
         assert pools.kv.dtype in (self.dtype, E4M3), (pools.kv.dtype, self.dtype)
-        if self._by_window is None:
-            return begin_attention(self.config, self._rotary, batch, pools, self.dtype)
-        batches = batch, batch.of_tails()
-        contexts = (
-            begin_attention(config, self._rotary, own, of_kind, self.dtype)
-            for config, own, of_kind in zip(self._by_window, batches, pools.by_window, strict=True)
-        )
-        return AttentionByWindow(*contexts)
+        of_kinds, batches = (pools,), [batch]
+        if len(self._kinds) > 1:
+            of_kinds, batches = pools.by_window, [batch, batch.of_tails() if self.config.has_tail else batch]
+        contexts = [
+            begin_attention(config, rotary, seen, own, self.dtype)
+            for (config, rotary), seen, own in zip(self._kinds, batches, of_kinds, strict=True)
+        ]
+        return contexts[0] if len(contexts) == 1 else AttentionByWindow(*contexts)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""
@@ -166,4 +183,4 @@ class DecoderModel:
         shares = self._lm_head.shares
         if shares is None:
             return perturbed_argmax(self.logits(hidden))
-        return shares.best(self._lm_head.linear(hidden))
+        return shares.best(self._lm_head.own(hidden))

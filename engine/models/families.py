@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..checkpoint.read_attention import read_gemma4, read_latent, respell_mimo, value_dim
 from ..checkpoint.read_experts import (
     read_glm_experts,
     read_gpt_oss_experts,
@@ -16,7 +17,6 @@ from ..checkpoint.read_experts import (
     read_qwen3_experts,
     read_v2_experts,
 )
-from ..checkpoint.read_latent import read_latent
 from .family import ModelFamily
 
 _SUMS = ("head_dim", "qk_head_dim")  # of widths that are read
@@ -144,6 +144,60 @@ GPT_OSS = ModelFamily(
     read_experts=read_gpt_oss_experts,
     own_mtp=(),
 )
+GEMMA3 = ModelFamily(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    reader="gemma.read_gemma3",
+    text_types=("gemma3_text",),
+    qk_norm=True,
+    norm_offset=1.0,
+    window="by_type",
+    window_theta=10_000.0,
+    score_scale="query_pre_attn_scalar",
+    may_cap_logits=True,
+    fixed={
+        "attn_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    },
+    own_mtp=(),
+)
+GEMMA4 = ModelFamily(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    reader="gemma.read_gemma4",
+    text_types=("gemma4_text",),
+    qk_norm=True,
+    norm_offset=0.0,
+    window="by_type",
+    window_theta=10_000.0,
+    score_scale=1.0,
+    may_cap_logits=True,
+    needs=("layer_types", "rope_parameters"),
+    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    read_gemma4=read_gemma4,
+    own_mtp=(),
+)
+MIMO_V2_FLASH = ModelFamily(
+    architecture="MiMoV2FlashForCausalLM",
+    model_type="mimo_v2_flash",
+    reader="gpt_oss.read_mimo",
+    text_types=("mimo_v2_flash",),
+    has_out_bias=False,
+    has_sinks=True,
+    rotary_share=0.334,
+    window="by_type",
+    window_theta=10_000.0,
+    window_theta_name="swa_rope_theta",
+    window_head_factor=2,
+    respell=respell_mimo,
+    value_dim=value_dim,
+    needs=("num_key_value_heads", "head_dim", "v_head_dim", "norm_topk_prob", "attention_value_scale"),
+    inert=("attention_chunk_size",),
+    fixed={"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True},
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    own_mtp=("model.mtp.",),
+)
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -217,6 +271,9 @@ FAMILIES = {
         GLM4_MOE,
         MINIMAX_M2,
         GPT_OSS,
+        GEMMA3,
+        GEMMA4,
+        MIMO_V2_FLASH,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,

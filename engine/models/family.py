@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint.config_file import ConfigFile
-from ..checkpoint.model_config import ExpertsConfig, Further, LatentConfig, ModelConfig
+from ..checkpoint.model_config import ExpertsConfig, Further, Gemma4Config, LatentConfig, ModelConfig
 
 if TYPE_CHECKING:
     from ..checkpoint.weights import Weights
@@ -31,8 +31,13 @@ class ModelFamily:
     qk_norm: bool | Literal["use_qk_norm"] = False  # a key of config.json: that decides
     has_wide_norms: bool = False
     has_sinks: bool = False
+    norm_offset: float | None = None  # added to weights of norms, which multiply in float32; None: neither
+    window_theta_name: str = "rope_local_base_freq"  # the field beside the rotary settings that has it
+    window_theta: float | None = None  # of rotary embeddings in layers with a window; None: as in the others
+    score_scale: float | Literal["query_pre_attn_scalar"] | None = None  # a key of config.json: 1 / sqrt of its value
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
+    may_cap_logits: bool = False  # by final_logit_softcapping
     scales_queries: bool = False  # by their positions, as llama_4_scaling_beta among the rotary settings says
     window: Literal["refused", "all_layers", "by_layer", "by_type"] = "refused"  # by_type: as layer_types says
     needs: tuple[str, ...] = ()  # keys whose default is not certain, so that it must not be guessed; a|b: one of both
@@ -42,6 +47,10 @@ class ModelFamily:
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
     read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts
     read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own
+    read_gemma4: Callable[[ConfigFile], Gemma4Config] | None = None
+    respell: Callable[[ConfigFile], None] | None = None  # renames fields of published files
+    value_dim: Callable[[ConfigFile, int], int | None] | None = None  # of a value, by that of a key; None: as wide
+    window_head_factor: int = 1  # KV heads of layers with a window, by those of the others
     read_further: Callable[[ConfigFile], tuple[Further, ...]] | None = None  # None: it has no pool beside that of KV
     mtp_layer_reader: str | None = None  # as `reader`, for a prediction layer; None: as Llama's
     own_mtp: tuple[str, ...] = ("model.layers.", "model.mtp_layers.")  # prediction layers in its checkpoints begin so

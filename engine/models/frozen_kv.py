@@ -135,9 +135,10 @@ def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
         )
     if not all(isinstance(layer, int) and 0 <= layer < target.num_layers for layer in layers):
         raise ConfigError(f"{directory}: target_layers {layers}; the target has layers 0 to {target.num_layers - 1}")
-    theirs = (width, config.num_kv_heads, config.head_dim, config.vocab_size, config.rope.theta)
-    ours = (target.hidden_size, target.num_kv_heads, target.head_dim, target.vocab_size, target.rope.theta)
-    names = ("backbone_hidden_size", "num_key_value_heads", "head_dim", "vocab_size", "rope_theta")
+    theirs = (width, config.num_kv_heads, config.head_dim, config.head_dim, config.vocab_size, config.rope.theta)
+    value_dim = target.value_dim or target.head_dim
+    ours = (target.hidden_size, target.num_kv_heads, target.head_dim, value_dim, target.vocab_size, target.rope.theta)
+    names = ("backbone_hidden_size", "num_key_value_heads", "head_dim", "v_head_dim", "vocab_size", "rope_theta")
     for name, there, here in zip(names, theirs, ours, strict=True):
         if there != here:
             raise ConfigError(f"{directory}: {name} is {there}; the target's is {here}")

@@ -33,7 +33,10 @@ class HyperStack:
     hands_over_collapsed: bool
     eps: float
 
-    def __call__(self, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]) -> TargetStates:
+    def __call__(
+        self, input_ids: Tensor, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]
+    ) -> TargetStates:
+        del input_ids
         streams = embedded.unsqueeze(1).expand(-1, self.hc_mult, -1)
         aux: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):

@@ -45,7 +45,14 @@ def read_ends(config: ModelConfig, weights: Weights) -> tuple[Embedding, LmHead]
 
 def read_norm(config: ModelConfig, weights: Weights) -> Tensor:
     """Read the last norm, [hidden_size]."""
-    return weights.tensor("model.norm.weight", config.hidden_size)
+    return norm_weight(config, weights, "model.norm", config.hidden_size)
+
+
+def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
+    """Read the weight of the norm `name`, [size]: in the model's dtype, or in float32 with its offset."""
+    if config.norm_offset is None:
+        return weights.tensor(f"{name}.weight", size)
+    return weights.tensor(f"{name}.weight", size, dtype=torch.float32).add_(config.norm_offset)
 
 
 def read_layer(
@@ -58,7 +65,7 @@ def read_layer(
 ) -> DecoderLayer:
     """Read one decoder layer, which has KV in layer `index` of the pool. `mlp`, `attention`: its halves, if they are
     others than Llama's."""
-    norm = weights.tensor(f"{prefix}.input_layernorm.weight", config.hidden_size)
+    norm = norm_weight(config, weights, f"{prefix}.input_layernorm", config.hidden_size)
     return DecoderLayer(norm, read_body(config, weights, prefix, index, mlp=mlp, attention=attention))
 
 
@@ -88,7 +95,8 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
     split = heads_out(config.num_heads, config.num_kv_heads)
     norms = wide_norms = None
     if config.qk_norm:
-        norms = HeadNorms(*(_norm(config, weights, f"{prefix}.{head}_norm", config.head_dim) for head in ("q", "k")))
+        q, k = (_norm(config, weights, f"{prefix}.{head}_norm", config.head_dim) for head in ("q", "k"))
+        norms = HeadNorms(q if config.query_factor == 1 else q.mul_(config.query_factor), k)
     if config.has_wide_norms:
         wide_norms = WideNorms.of(
             _norm(config, weights, f"{prefix}.q_norm", config.q_size),
@@ -97,7 +105,7 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
             weights.ranks.shard(split),
             weights.ranks.group,
         )
-    sinks = _sinks(config, weights, prefix, weights.ranks.shard(split)) if config.has_sinks else None
+    sinks = read_sinks(config, weights, f"{prefix}.sinks", weights.ranks.shard(split)) if config.has_sinks else None
     return Attention(
         config.kv_place(index),
         weights.fused(sizes, in_size, bias=config.qkv_bias, split=split, orders=orders),
@@ -111,9 +119,9 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
     )
 
 
-def _sinks(config: ModelConfig, weights: Weights, prefix: str, shard: WeightShard | None) -> Tensor:
+def read_sinks(config: ModelConfig, weights: Weights, name: str, shard: WeightShard | None) -> Tensor:
     """Read the sinks of this rank's query heads."""
-    sinks = weights.tensor(f"{prefix}.sinks", config.num_heads, dtype=torch.float32)
+    sinks = weights.tensor(name, config.num_heads, dtype=torch.float32)
     return sinks if shard is None else shard.take(sinks, 0).clone()
 
 
@@ -126,7 +134,7 @@ def head_order(config: ModelConfig, size: int) -> Tensor:
 
 def _norm(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:
     """Read the norm of heads, [size], in the order of their rows."""
-    weight = weights.tensor(f"{name}.weight", size)
+    weight = norm_weight(config, weights, name, size)
     return weight if config.rotary_dim is None else weight[head_order(config, size).to(weight.device)]
 
 

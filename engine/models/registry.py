@@ -89,6 +89,8 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[Ten
     own_mtp = tuple(f"{each}." for each in layer_prefixes(checkpoint.names) if each.startswith(_family(config).own_mtp))
     others = tuple(each for each in own_mtp if not each.startswith(layers))
     others += ("lm_head.weight",) if config.tie_word_embeddings else ()
+    shared = range(config.num_layers - config.num_shared_layers, config.num_layers)  # layers without keys of their own
+    others += tuple(f"model.layers.{i}.self_attn.{name}" for i in shared for name in ("k_proj", "v_proj", "k_norm"))
     unknown = checkpoint.names - {spec.name for spec in specs}
     unknown = {name for name in unknown if not name.startswith(others) and not name.endswith(UNUSED)}
     if unknown:

@@ -88,8 +88,11 @@ class Ranks:
 
     def own(self, config: ModelConfig) -> ModelConfig:
         """Return the configuration with the heads of this rank."""
-        num_kv_heads = len(self.of_heads.heads(config.num_kv_heads))
-        return replace(config, num_heads=config.num_heads // self.num_head_shards, num_kv_heads=num_kv_heads)
+        num_kv_heads, window = len(self.of_heads.heads(config.num_kv_heads)), config.window
+        if window is not None:
+            window = replace(window, num_kv_heads=len(self.of_heads.heads(window.num_kv_heads)))
+        num_heads = config.num_heads // self.num_head_shards
+        return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads, window=window)
 
     @property
     def lens(self) -> tuple[int, ...]:

@@ -19,11 +19,13 @@ def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: b
             flag = "--dp-attention" if has_all_heads else "--tp"
             raise ConfigError(f"{model} has {count} {what}, which {size} ranks cannot divide; let {flag} be a divisor")
     _check_quantization(config, size, model, has_all_heads=has_all_heads)
-    num_kv_heads = config.num_kv_heads
-    if not has_all_heads and num_kv_heads % size and size % num_kv_heads:
-        raise ConfigError(
-            f"{model} has {num_kv_heads} KV heads, which {size} ranks cannot share; let --tp be a divisor or a multiple"
-        )
+    kinds = (config,) if config.window is None else (config, config.window)
+    for num_kv_heads in () if has_all_heads else [kind.num_kv_heads for kind in kinds]:
+        if num_kv_heads % size and size % num_kv_heads:
+            raise ConfigError(
+                f"{model} has {num_kv_heads} KV heads, which {size} ranks cannot share; let --tp be a divisor or a "
+                "multiple"
+            )
 
 
 def _check_quantization(config: ModelConfig, size: int, model: str, *, has_all_heads: bool) -> None:

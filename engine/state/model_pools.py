@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..checkpoint.model_config import WINDOW_POOL
+from ..checkpoint.model_config import WINDOW_POOL, WINDOW_VALUES
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -22,21 +22,27 @@ class ModelPools(NamedTuple):
 
     kv: Tensor  # keys and values, or latents
     further: Mapping[str, Tensor] = _NONE  # by name: `ModelConfig.further` declares them
+    values: Tensor | None = None  # if they are narrower than keys (`ModelConfig.value_dim`); then `kv` has keys alone
 
     @property
     def all(self) -> tuple[Tensor, ...]:
         """All pools, that of KV first."""
-        return (self.kv, *self.further.values())
+        return (self.kv, *self.further.values(), *(() if self.values is None else (self.values,)))
+
+    @property
+    def value_layers(self) -> tuple[Tensor, ...] | None:
+        """Return the layers of the pool of values; None: `kv` has them."""
+        return None if self.values is None else self.values.unbind(0)
 
     @property
     def by_window(self) -> tuple[ModelPools, ModelPools]:
-        """The pools of layers that see all positions, and those of layers with tail pages."""
-        kept = {name: pool for name, pool in self.further.items() if name != WINDOW_POOL}
-        return ModelPools(self.kv, kept), ModelPools(self.further[WINDOW_POOL])
+        """The pools of KV of layers that see all positions, and of those with a window: one, or the same twice."""
+        kv, values = self.further.get(WINDOW_POOL, self.kv), self.further.get(WINDOW_VALUES, self.values)
+        return ModelPools(self.kv, values=self.values), ModelPools(kv, values=values)
 
     def layer(self, index: int) -> ModelPools:
         """Return the pools of one layer of a draft whose layers are models of their own. Each of them stores something
         in every pool."""
-        return ModelPools(
-            self.kv[index : index + 1], {name: pool[index : index + 1] for name, pool in self.further.items()}
-        )
+        own = slice(index, index + 1)
+        further = {name: pool[own] for name, pool in self.further.items()}
+        return ModelPools(self.kv[own], further, None if self.values is None else self.values[own])

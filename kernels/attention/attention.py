@@ -42,6 +42,7 @@ def paged_attention_ref(
     scale: float | None = None,
     *,
     sinks: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of `q` [num_tokens, num_heads, head_dim], sequences end to end: a new tensor of its shape.
 
@@ -49,7 +50,8 @@ def paged_attention_ref(
     max_pages] int64. The KV of the new tokens must be stored already. Slots that a token does not see have no
     influence, even if they hold NaN.
 
-    For new tokens of a tree, a window counts by `positions` [num_tokens] int64. `sinks` are [num_heads] float32."""
+    For new tokens of a tree, a window counts by `positions` [num_tokens] int64. `sinks` are [num_heads] float32.
+    `values`: as in `paged_attention`."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = kv_layer.shape[2]
     outputs: list[torch.Tensor] = []
@@ -57,6 +59,9 @@ def paged_attention_ref(
         pages = pages_at(kv_layer, block_table[seq], q.dtype)  # [max_pages, num_planes, num_kv_heads, page_size, ...]
         planes = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : seq_lens[seq]]
         k, v = planes[0], planes[-1]  # each [num_kv_heads, seq_len, head_dim]
+        if values is not None:
+            rows = values[block_table[seq], 0].float().permute(1, 0, 2, 3).flatten(1, 2)[:, : seq_lens[seq]]
+            v = F.pad(rows, (0, head_dim - rows.shape[-1]))
         grouped = q_seq.view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         scores = torch.einsum("tkgd,kjd->kgtj", grouped, k) * (scale or head_dim**-0.5)
         if tree is None:
@@ -201,14 +206,18 @@ def paged_attention(
     scale: float | None = None,
     *,
     sinks: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `paged_attention_ref` by few torch operations: [num_tokens, num_heads, head_dim] -> the same shape."""
+    """Return `paged_attention_ref` by few torch operations: [num_tokens, num_heads, head_dim] -> the same shape.
+
+    `values` [num_pages, 1, num_kv_heads, page_size, value_dim]: a layer of a pool of values alone, which are narrower
+    than keys. Then `kv_layer` has keys alone, and the output has zeros behind `value_dim` numbers of each head."""
     assert q.shape[1] % kv_layer.shape[2] == 0 and q.shape[2] == kv_layer.shape[4], (q.shape, kv_layer.shape)
     if len(plan.groups) == 1:
-        return _attend(q, kv_layer, plan.groups[0], window, scale, sinks)
+        return _attend(q, kv_layer, plan.groups[0], window, scale, sinks, values)
     out = torch.empty_like(q)
     for group in plan.groups:
-        out[group.tokens] = _attend(q[group.tokens], kv_layer, group, window, scale, sinks)
+        out[group.tokens] = _attend(q[group.tokens], kv_layer, group, window, scale, sinks, values)
     return out
 
 
@@ -259,6 +268,7 @@ def _attend(
     window: int | None,
     scale: float | None,
     sinks: torch.Tensor | None,
+    values: torch.Tensor | None,
 ) -> torch.Tensor:
     num_pages, num_planes, num_kv_heads, page_size, head_dim = kv_layer.shape
     num_seqs, query_len = group.num_seqs, group.query_len
@@ -269,6 +279,11 @@ def _attend(
         gathered = blocks.index_select(0, group.gather)
     planes = gathered.view(num_planes, num_seqs, num_kv_heads, -1, head_dim)[:, :, :, : group.kv_len]
     k, v = planes[0], planes[-1]  # each [num_seqs, num_kv_heads, kv_len, head_dim]
+    if values is not None:
+        width = values.shape[-1]
+        blocks = values.view(num_pages * num_kv_heads, page_size * width).index_select(0, group.gather)
+        blocks = blocks.view(num_seqs, num_kv_heads, -1, width)[:, :, : group.kv_len]
+        v = F.pad(blocks, (0, head_dim - width))
     mask = None if group.is_causal else group.masks[window]
     if sinks is not None and not q.is_cpu:  # no other fused kernel serves all masks and tells its sums
         return _attend_selecting(q, k, v, mask, group, scale, sinks)

@@ -38,6 +38,7 @@ import time
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..operations import Operation
 from ..products.fp8 import E4M3
@@ -98,16 +99,21 @@ def longest_rehearsal() -> int:
 
 
 def history_attention(
-    q: torch.Tensor, kv_layer: torch.Tensor, block_table: torch.Tensor, seq: int, num_before: int
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_table: torch.Tensor,
+    seq: int,
+    num_before: int,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of a chunk of sequence `seq`, [num_tokens, num_heads, head_dim], contiguous.
 
     `q` [num_tokens, num_heads, head_dim] is rotated, and may be strided by token. The chunk's KV is stored in
     `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] already, behind that of `num_before` tokens. It has q's
-    dtype or is in e4m3 (fp8_pages.py). `block_table` [num_seqs, max_pages] int64 is on the device. The host reads no
-    tensor."""
+    dtype or is in e4m3 (fp8_pages.py). `block_table` [num_seqs, max_pages] int64 is on the device. `values`: as in
+    `gather_keys_ref`. The host reads no tensor."""
     num_tokens, num_heads, head_dim = q.shape
-    assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)
+    assert kv_layer.dim() == 5 and kv_layer.shape[1::3] == (2 if values is None else 1, head_dim), kv_layer.shape
     assert num_heads % kv_layer.shape[2] == 0 and kv_layer.dtype in (q.dtype, E4M3), (q.shape, kv_layer.shape, q.dtype)
     assert num_tokens > 0 and num_before >= 0 and 0 <= seq < len(block_table), (num_tokens, num_before, seq)
     sizes = blocks(num_before)
@@ -119,7 +125,7 @@ def history_attention(
 
     def part(first: int, stop: int, num_keys: int, rows: torch.Tensor, skipped: int = 0) -> Part:
         """Attend over slots first .. stop - 1. The chunk's rows are those behind the `skipped` ones."""
-        keys = gather_keys(kv_layer, block_table, seq, first, stop, num_keys, q.dtype)
+        keys = gather_keys(kv_layer, block_table, seq, first, stop, num_keys, q.dtype, values)
         found = attend_part(rows, keys, is_causal=first == start)
         own = slice(skipped, skipped + num_tokens)
         return Part(found.out[own], found.lse[:, own])
@@ -157,16 +163,20 @@ def gather_keys_ref(
     stop: int,
     num_keys: int,
     dtype: torch.dtype,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the keys and values in slots start .. stop - 1 of sequence `seq`, then zeros: [2, num_kv_heads, num_keys,
     head_dim] of `dtype`, contiguous.
 
     `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] is of `dtype` or e4m3 (fp8_pages.py). `block_table` is
-    [num_seqs, max_pages] int64."""
+    [num_seqs, max_pages] int64. `values` [num_pages, 1, num_kv_heads, page_size, value_dim]: a layer of a pool of their
+    own; then `kv_layer` has keys alone, and zeros lie behind each value."""
     page_size = kv_layer.shape[3]
     slots = torch.arange(start, stop, device=kv_layer.device)
     at = block_table[seq, slots // page_size], slice(None), slice(None), slots % page_size
     found = kv_layer[at]  # [num_slots, 2, num_kv_heads, head_dim]
+    if values is not None:
+        found = torch.cat([found, F.pad(values[at], (0, kv_layer.shape[4] - values.shape[4]))], 1)
     if kv_layer.dtype == E4M3:
         found = (found.float() * scales_of(kv_layer)[at].unsqueeze(-1)).to(dtype)
     keys = found.new_zeros(2, kv_layer.shape[2], num_keys, kv_layer.shape[4])
@@ -189,16 +199,18 @@ gather_keys = Operation("gather_keys", gather_keys_ref)
 join_parts = Operation("join_parts", join_parts_ref)
 
 
-def plan(num_tokens: int, num_heads: int, kv_layer: torch.Tensor, dtype: torch.dtype) -> None:
+def plan(
+    num_tokens: int, num_heads: int, kv_layer: torch.Tensor, dtype: torch.dtype, values: torch.Tensor | None = None
+) -> None:
     """Let the library plan all `shapes` of chunks of up to `num_tokens` tokens, and compile the kernels beside it.
 
     The chunks have `num_heads` query heads of `dtype`, and pages like those of `kv_layer` [num_pages, 2, num_kv_heads,
-    page_size, head_dim]."""
+    page_size, head_dim], and of `values`, if these have a pool of their own."""
     started, head_dim = time.monotonic(), kv_layer.shape[4]
     table = torch.zeros(1, 1, dtype=torch.int64, device=kv_layer.device)
     found = shapes(num_tokens)
     for num_rows, num_keys, is_causal in found:
-        keys = gather_keys(kv_layer, table, 0, 0, 0, num_keys, dtype)
+        keys = gather_keys(kv_layer, table, 0, 0, 0, num_keys, dtype, values)
         part = attend_part(keys.new_zeros(num_rows, num_heads, head_dim), keys, is_causal=is_causal)
         if num_rows == LEAST:
             for first, joined in itertools.product((dtype, torch.float32), repeat=2):

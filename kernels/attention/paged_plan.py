@@ -111,6 +111,7 @@ def norm_rotate_store(
     eps: float = 0.0,
     *,
     writes_back: bool = False,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -123,6 +124,7 @@ def decode_attention(
     *,
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -135,4 +137,5 @@ def extend_attention(
     *,
     out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor: ...

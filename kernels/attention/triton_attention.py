@@ -77,14 +77,15 @@ def decode_attention(
     out: torch.Tensor | None = None,
     *,
     sinks: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `paged_attention_ref` of a uniform plan, causal or a tree: contiguous `out` or a new tensor, of q's shape.
 
     `q` [num_tokens, num_heads, head_dim] may be strided by token, as a view of qkv is. `kv_layer` [num_pages, 2,
     num_kv_heads, page_size, head_dim] is contiguous. Both are float32, bfloat16 or float16, or `kv_layer` is a layer of
     a pool in e4m3 (fp8_pages.py). Products have the dtype of `q`, sums are float32. Slots beyond a sequence's length
-    are not read. A row that sees no slot is 0. `sinks` are [num_heads] float32."""
-    num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
+    are not read. A row that sees no slot is 0. `sinks` are [num_heads] float32. `values`: a layer of their own pool."""
+    num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan, values)
     num_kv_heads, page_size, query_len = kv_layer.shape[2], kv_layer.shape[3], plan.query_len
     num_seqs, max_pages = plan.block_table.shape
     assert query_len is not None and num_tokens == num_seqs * query_len, (num_tokens, num_seqs, query_len)
@@ -108,7 +109,7 @@ def decode_attention(
     if num_items > num_seqs:
         parts, stats = empty_parts(num_items * query_len * num_heads, head_dim, q.device)
     _decode_kernel[(num_tiles, *grid)](
-        out, parts, stats, items, arrivals, q, in_pairs(q, kv_layer), scales, sinks, plan.block_table,
+        out, parts, stats, items, arrivals, q, in_pairs(q, kv_layer), values, scales, sinks, plan.block_table,
         plan.seq_lens if shares is None else shares.lens,
         plan.tree_starts, visible, None if window is None else plan.positions,
         query_len, window or 0, num_splits, q.stride(0), plan.block_table.stride(0),
@@ -116,7 +117,8 @@ def decode_attention(
         IS_TREE=visible is not None, HAS_WINDOW=window is not None, HAS_PARTS=parts is not None, DEPENDENT=dependent,
         HAS_HIDDEN=query_len > 1 or visible is not None or window is not None,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim, BLOCK=block_size(kv_layer),
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), MIN_SPLIT=MIN_SPLIT,
+        VALUE_DIM=value_dim(kv_layer, values), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim),
+        MIN_SPLIT=MIN_SPLIT,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent,
     )  # fmt: skip
     if parts is not None and stats is not None and arrivals is None:
@@ -135,14 +137,29 @@ def _shares(plan: PagedPlan, *cut: int) -> Shares:
     return Shares.of(plan.seq_lens, *cut)
 
 
-def check_shapes(q: torch.Tensor, kv_layer: torch.Tensor, plan: PagedPlan) -> tuple[int, int, int]:
+def check_shapes(
+    q: torch.Tensor, kv_layer: torch.Tensor, plan: PagedPlan, values: torch.Tensor | None = None
+) -> tuple[int, int, int]:
     """Assert the shapes, dtypes and strides that kernels take, and return (num_tokens, num_heads, head_dim)."""
     num_tokens, num_heads, head_dim = q.shape
-    assert kv_layer.dim() == 5 and kv_layer.shape[1] == 2 and kv_layer.shape[4] == head_dim, (q.shape, kv_layer.shape)
+    num_planes = 2 if values is None else 1
+    assert kv_layer.dim() == 5 and kv_layer.shape[1::3] == (num_planes, head_dim), (q.shape, kv_layer.shape)
+    assert values is None or (values.is_contiguous() and values.dtype == q.dtype), values
     assert num_heads % kv_layer.shape[2] == 0 and kv_layer.dtype in (q.dtype, E4M3), (q.shape, kv_layer.shape, q.dtype)
     assert q.stride(1) == head_dim and q.stride(2) == 1 and has_close_blocks(kv_layer), q.stride()
     assert plan.block_table.stride(1) == 1 and plan.seq_lens.is_contiguous(), plan.block_table.stride()
     return num_tokens, num_heads, head_dim
+
+
+def value_dim(kv_layer: torch.Tensor, values: torch.Tensor | None) -> int:
+    """Return the width of values in pages."""
+    if values is None:
+        return kv_layer.shape[4]
+    assert values.shape[:4] == kv_layer.shape[:4] and values.shape[4] <= kv_layer.shape[4], (
+        values.shape,
+        kv_layer.shape,
+    )
+    return values.shape[4]
 
 
 def padded(head_dim: int) -> int:
@@ -192,16 +209,40 @@ def load_pages(table_ptr, first, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
 @triton.jit
 def tile_pointers(
     k_ptrs,  # [1, BLOCK_D / packed] pointers to the keys of the kv head in page 0
+    v_ptrs,  # the same of their values, [1, BLOCK_D]; None: they lie behind the keys
     pages,  # as `load_pages` returns them
     slots,  # [BLOCK_N] int32
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     V_OFFSET: tl.constexpr,
 ):
-    """Return pointers to the keys of slots, [BLOCK_N, BLOCK_D / packed]; their values lie V_OFFSET / packed behind."""
+    """Return pointers to the keys of slots, [BLOCK_N, BLOCK_D / packed]."""
     PACKED: tl.constexpr = packed(k_ptrs)
-    offsets = pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + slots % PAGE_SIZE * (HEAD_DIM // PACKED)
-    return k_ptrs + offsets[:, None]
+    in_page = slots % PAGE_SIZE * (HEAD_DIM // PACKED)
+    if v_ptrs is None:
+        return k_ptrs + (pages.to(tl.int64) * (2 * V_OFFSET // PACKED) + in_page)[:, None]
+    else:
+        return k_ptrs + (pages.to(tl.int64) * V_OFFSET + in_page)[:, None]
+
+
+@triton.jit
+def value_pointers(
+    key_ptrs,  # of `tile_pointers`
+    v_ptrs,
+    pages,
+    slots,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    V_OFFSET: tl.constexpr,
+):
+    """Return pointers to the values of slots, of the shape of `key_ptrs`. Other arguments as in `tile_pointers`."""
+    PACKED: tl.constexpr = packed(key_ptrs)
+    if v_ptrs is None:
+        return key_ptrs + V_OFFSET // PACKED
+    else:
+        offsets = pages.to(tl.int64) * (V_OFFSET // HEAD_DIM * VALUE_DIM) + slots % PAGE_SIZE * VALUE_DIM
+        return v_ptrs + offsets[:, None]
 
 
 @triton.jit
@@ -245,6 +286,7 @@ def _decode_kernel(
     arrivals_ptr,  # [num_seqs * grid[0]] int32; None: `combine_kernel` combines parts
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype, e4m3 or pairs of it, blocks BLOCK apart
+    v_ptr,  # [num_pages, NUM_KV_HEADS, PAGE_SIZE, VALUE_DIM], if kv_ptr has keys alone; None: it has both
     scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart; None: no scales
     sinks_ptr,  # [NUM_KV_HEADS * GROUP] float32; None: there are none
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
@@ -269,6 +311,7 @@ def _decode_kernel(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -296,6 +339,7 @@ def _decode_kernel(
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_row[:, None] & is_dim, other=0.0)
     PACKED: tl.constexpr = packed(kv_ptr)
     k_ptrs = kv_ptr + kv_head * (BLOCK // PACKED) + tl.arange(0, BLOCK_D // PACKED)[None, :]
+    v_ptrs = None if v_ptr is None else v_ptr + kv_head * (PAGE_SIZE * VALUE_DIM) + dims[None, :]
     if scales_ptr is not None:
         scales_ptr += kv_head * (BLOCK // 4)
     V_OFFSET: tl.constexpr = NUM_KV_HEADS * BLOCK
@@ -314,9 +358,9 @@ def _decode_kernel(
         )  # fmt: skip
     else:
         sums, total, highest = _weighted(
-            q, k_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest,
+            q, k_ptrs, v_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, pages, begin, end, last_seen, lowest,
             first_new, seq * query_len, tree_start, num_words, scale, sums, total, highest, False,
-            IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
+            IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, VALUE_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     if HAS_HIDDEN:  # noqa: SIM102
         if has_nan(sums):
@@ -324,9 +368,9 @@ def _decode_kernel(
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = sink_seen(sinks_ptr, heads, has_sink, BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
-                q, k_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen, lowest,
-                first_new, seq * query_len, tree_start, num_words, scale, sums, total, highest, True,
-                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
+                q, k_ptrs, v_ptrs, scales_ptr, table_ptr, visible_ptrs, positions_ptr, its_pages, begin, end, last_seen,
+                lowest, first_new, seq * query_len, tree_start, num_words, scale, sums, total, highest, True,
+                IS_TREE, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, VALUE_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
             )  # fmt: skip
 
     if DEPENDENT:
@@ -344,6 +388,7 @@ def _decode_kernel(
 def _weighted(
     q,  # [BLOCK_M, BLOCK_D]
     k_ptrs,  # [1, BLOCK_D / PACKED] pointers to the keys of the kv head in page 0
+    v_ptrs,  # [1, BLOCK_D] pointers to its values; None: they lie behind the keys
     scales_ptr,  # their scales; None: keys and values have q's dtype
     table_ptr,  # [max_pages] int64, of the sequence
     visible_ptrs,  # [BLOCK_M] pointers to each row's words, for a tree
@@ -366,6 +411,7 @@ def _weighted(
     HAS_WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     V_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -375,10 +421,11 @@ def _weighted(
     With SELECTS, keys that a row does not see may be NaN."""
     PACKED: tl.constexpr = packed(k_ptrs)
     is_dim = tl.arange(0, BLOCK_D // PACKED)[None, :] < HEAD_DIM // PACKED
+    is_value = tl.arange(0, BLOCK_D // PACKED)[None, :] < VALUE_DIM // PACKED
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        tile_ptrs = tile_pointers(k_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
+        tile_ptrs = tile_pointers(k_ptrs, v_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
         tile_pages = pages
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         is_loaded = is_inside[:, None] & is_dim
@@ -389,7 +436,10 @@ def _weighted(
             visible_ptrs, positions_ptr, slots, is_inside, first, end, last_seen, lowest, first_new, first_token,
             tree_start, num_words, IS_TREE, HAS_WINDOW,
         )  # fmt: skip
-        v = tl.load(tile_ptrs + V_OFFSET // PACKED, mask=is_loaded, other=0.0)
+        its_values = value_pointers(
+            tile_ptrs, v_ptrs, tile_pages, slots, PAGE_SIZE, HEAD_DIM, VALUE_DIM, V_OFFSET
+        )  # fmt: skip
+        v = tl.load(its_values, mask=is_inside[:, None] & is_value, other=0.0)
         v = scaled(v, scales_ptr, 1, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         if SELECTS:
             sums, total, highest = weigh_seen(scores, is_seen, scale, v, sums, total, highest)
@@ -436,7 +486,7 @@ def _weighted_pairs(
     for first in tl.range(begin, end, BLOCK_N):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        tile_ptrs = tile_pointers(k_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
+        tile_ptrs = tile_pointers(k_ptrs, None, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
         k_scales = load_scales(scales_ptr, 0, pages, slots, is_inside, PAGE_SIZE, V_OFFSET)
         v_scales = load_scales(scales_ptr, 1, pages, slots, is_inside, PAGE_SIZE, V_OFFSET)
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)

@@ -40,6 +40,8 @@ from .triton_attention import (
     tile_keys,
     tile_pointers,
     tile_rows,
+    value_dim,
+    value_pointers,
 )
 from .triton_pairs import in_pairs, packed
 from .triton_shares import Shares, max_splits, unpacked
@@ -78,13 +80,14 @@ def extend_attention(
     out: torch.Tensor | None = None,
     *,
     sinks: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return `paged_attention_ref` of a causal plan with `starts`: contiguous `out` or a new tensor, of q's shape.
 
-    `q` [num_tokens, num_heads, head_dim], `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim] and `sinks`
-    [num_heads] are as in `decode_attention`. A sequence may have no new tokens. Rows of a sequence of length 0 are
-    0."""
-    num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan)
+    `q` [num_tokens, num_heads, head_dim], `kv_layer` [num_pages, 2, num_kv_heads, page_size, head_dim], `sinks`
+    [num_heads] and `values` are as in `decode_attention`. A sequence may have no new tokens. Rows of a sequence of
+    length 0 are 0."""
+    num_tokens, num_heads, head_dim = check_shapes(q, kv_layer, plan, values)
     num_kv_heads, page_size, starts = kv_layer.shape[2], kv_layer.shape[3], plan.starts
     num_seqs = len(plan.seq_lens)
     assert starts is not None and plan.visible is None and starts.shape == (num_seqs + 1,), plan
@@ -100,10 +103,11 @@ def extend_attention(
         parts, stats = empty_parts(len(shares.items) * num_kv_heads * tiles.block_m, head_dim, q.device)
     items, arrivals = (None, None) if shares is None else (shares.items, shares.arrivals)
     _extend_kernel[(num_tiles, num_kv_heads) if items is None else (num_kv_heads, len(items))](
-        out, parts, stats, items, arrivals, q, in_pairs(q, kv_layer), scales, sinks, plan.block_table, plan.seq_lens,
-        starts, num_seqs, window or 0, q.stride(0), plan.block_table.stride(0), softmax_scale(head_dim),
+        out, parts, stats, items, arrivals, q, in_pairs(q, kv_layer), values, scales, sinks, plan.block_table,
+        plan.seq_lens, starts, num_seqs, window or 0, q.stride(0), plan.block_table.stride(0), softmax_scale(head_dim),
         HAS_WINDOW=window is not None, NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
-        BLOCK=block_size(kv_layer), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
+        BLOCK=block_size(kv_layer), VALUE_DIM=value_dim(kv_layer, values), BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n, BLOCK_D=padded(head_dim), SEQS=_SEQS,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         maxnreg=_MAX_REGISTERS if _per_sm(q) > 1 and tiles.num_warps == 8 else None,
     )  # fmt: skip
@@ -137,6 +141,7 @@ def _extend_kernel(
     arrivals_ptr,  # [num_tiles * NUM_KV_HEADS] int32, with items
     q_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of q's dtype, e4m3 or pairs of it, blocks BLOCK apart
+    v_ptr,  # [num_pages, NUM_KV_HEADS, PAGE_SIZE, VALUE_DIM], if kv_ptr has keys alone; None: it has both
     scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart; None: no scales
     sinks_ptr,  # [NUM_KV_HEADS * GROUP] float32; None: there are none
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
@@ -153,6 +158,7 @@ def _extend_kernel(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -177,7 +183,9 @@ def _extend_kernel(
         PACKED: tl.constexpr = packed(kv_ptr)
         columns = tl.arange(0, BLOCK_D // PACKED)[None, :]
         is_column = columns < HEAD_DIM // PACKED
+        is_value = columns < VALUE_DIM // PACKED
         k_ptrs = kv_ptr + kv_head * (BLOCK // PACKED) + columns
+        v_ptrs = None if v_ptr is None else v_ptr + kv_head * (PAGE_SIZE * VALUE_DIM) + dims[None, :]
         if scales_ptr is not None:
             scales_ptr += kv_head * (BLOCK // 4)
         V_OFFSET: tl.constexpr = NUM_KV_HEADS * BLOCK
@@ -185,26 +193,29 @@ def _extend_kernel(
         pages = load_pages(table_ptr, begin, end, PAGE_SIZE, BLOCK_N)
         for first in range(begin, full, BLOCK_N):
             slots = first + tl.arange(0, BLOCK_N)
-            tile_ptrs = tile_pointers(k_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
+            tile_ptrs = tile_pointers(k_ptrs, v_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
             tile_pages = pages
             pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
             k = _load(tile_ptrs, is_column, HEAD_DIM == BLOCK_D)
             k = scaled(k, scales_ptr, 0, tile_pages, slots, slots < full, q.dtype, PAGE_SIZE, V_OFFSET)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            v = _load(tile_ptrs + V_OFFSET // PACKED, is_column, HEAD_DIM == BLOCK_D)
+            its_values = value_pointers(
+                tile_ptrs, v_ptrs, tile_pages, slots, PAGE_SIZE, HEAD_DIM, VALUE_DIM, V_OFFSET
+            )  # fmt: skip
+            v = _load(its_values, is_value, VALUE_DIM == BLOCK_D)
             v = scaled(v, scales_ptr, 1, tile_pages, slots, slots < full, q.dtype, PAGE_SIZE, V_OFFSET)
             sums, total, highest = weigh(scores, scale, v, sums, total, highest)
         sums, total, highest = _weighted(
-            q, k_ptrs, scales_ptr, table_ptr, pages, full, end, last_seen, window, scale, sums, total, highest, False,
-            HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
+            q, k_ptrs, v_ptrs, scales_ptr, table_ptr, pages, full, end, last_seen, window, scale, sums, total, highest,
+            False, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, VALUE_DIM, V_OFFSET, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         if has_nan(sums):
             FEW_KEYS: tl.constexpr = 16  # per tile, so that `weigh_seen` needs no more registers than `weigh`
             its_pages = load_pages(table_ptr, begin, end, PAGE_SIZE, FEW_KEYS)
             sums, total, highest = sink_seen(sinks_ptr, heads, split == 0, BLOCK_M, BLOCK_D)
             sums, total, highest = _weighted(
-                q, k_ptrs, scales_ptr, table_ptr, its_pages, begin, end, last_seen, window, scale, sums, total, highest,
-                True, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
+                q, k_ptrs, v_ptrs, scales_ptr, table_ptr, its_pages, begin, end, last_seen, window, scale, sums, total,
+                highest, True, HAS_WINDOW, PAGE_SIZE, HEAD_DIM, VALUE_DIM, V_OFFSET, FEW_KEYS, BLOCK_D,
             )  # fmt: skip
         if items_ptr is not None:
             sums, total, is_row = store_part(
@@ -221,6 +232,7 @@ def _extend_kernel(
 def _weighted(
     q,  # [BLOCK_M, BLOCK_D]
     k_ptrs,  # [1, BLOCK_D / PACKED] pointers to the keys of the kv head in page 0
+    v_ptrs,  # [1, BLOCK_D] pointers to its values; None: they lie behind the keys
     scales_ptr,  # their scales; None: keys and values have q's dtype
     table_ptr,  # [max_pages] int64, of the sequence
     pages,  # int32, the pages of the first tile, from `load_pages`
@@ -236,6 +248,7 @@ def _weighted(
     HAS_WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     V_OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -245,10 +258,11 @@ def _weighted(
     With SELECTS, keys that a row does not see may be NaN."""
     PACKED: tl.constexpr = packed(k_ptrs)
     is_dim = tl.arange(0, BLOCK_D // PACKED)[None, :] < HEAD_DIM // PACKED
+    is_value = tl.arange(0, BLOCK_D // PACKED)[None, :] < VALUE_DIM // PACKED
     for first in tl.range(begin, end, BLOCK_N, num_stages=1 if SELECTS else None):
         slots = first + tl.arange(0, BLOCK_N)
         is_inside = slots < end
-        tile_ptrs = tile_pointers(k_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
+        tile_ptrs = tile_pointers(k_ptrs, v_ptrs, pages, slots, PAGE_SIZE, HEAD_DIM, V_OFFSET)
         tile_pages = pages
         pages = load_pages(table_ptr, first + BLOCK_N, end, PAGE_SIZE, BLOCK_N)
         k = tl.load(tile_ptrs, mask=is_inside[:, None] & is_dim, other=0.0)
@@ -257,7 +271,10 @@ def _weighted(
         is_seen = slots[None, :] <= last_seen[:, None]
         if HAS_WINDOW:
             is_seen = is_seen & (slots[None, :] > (last_seen - window)[:, None])
-        v = tl.load(tile_ptrs + V_OFFSET // PACKED, mask=is_inside[:, None] & is_dim, other=0.0)
+        its_values = value_pointers(
+            tile_ptrs, v_ptrs, tile_pages, slots, PAGE_SIZE, HEAD_DIM, VALUE_DIM, V_OFFSET
+        )  # fmt: skip
+        v = tl.load(its_values, mask=is_inside[:, None] & is_value, other=0.0)
         v = scaled(v, scales_ptr, 1, tile_pages, slots, is_inside, q.dtype, PAGE_SIZE, V_OFFSET)
         if SELECTS:
             sums, total, highest = weigh_seen(scores, is_seen & is_inside[None, :], scale, v, sums, total, highest)

@@ -12,6 +12,7 @@ import triton.language as tl
 from ..products.fp8 import E4M3
 from ..state.fp8_pages import block_size, has_close_blocks, scales_of
 from .history import Part
+from .triton_attention import value_dim
 
 _KEYS = 64  # per program of `_gather_kernel`
 _HEADS = 16  # per program of `_join_kernel`
@@ -25,6 +26,7 @@ def gather_keys(
     stop: int,
     num_keys: int,
     dtype: torch.dtype,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do the work of `gather_keys_ref`. The blocks of `kv_layer` follow one another (`has_close_blocks`), and the rows
     of `block_table` are contiguous."""
@@ -36,9 +38,9 @@ def gather_keys(
     scales = scales_of(kv_layer) if kv_layer.dtype == E4M3 else None
     keys = torch.empty((2, num_kv_heads, num_keys, head_dim), dtype=dtype, device=kv_layer.device)
     _gather_kernel[(triton.cdiv(num_keys, _KEYS), num_kv_heads)](
-        keys, kv_layer, scales, block_table, seq, block_table.stride(0), start, stop, num_keys,
+        keys, kv_layer, values, scales, block_table, seq, block_table.stride(0), start, stop, num_keys,
         NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim, BLOCK=block_size(kv_layer),
-        KEYS=_KEYS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+        VALUE_DIM=value_dim(kv_layer, values), KEYS=_KEYS, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
     )  # fmt: skip
     return keys
 
@@ -64,6 +66,7 @@ def join_parts(out: torch.Tensor, first: Part, second: Part) -> torch.Tensor:
 def _gather_kernel(
     keys_ptr,  # [2, NUM_KV_HEADS, num_keys, HEAD_DIM], written
     kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of the keys' dtype or e4m3, blocks BLOCK apart
+    v_ptr,  # [num_pages, NUM_KV_HEADS, PAGE_SIZE, VALUE_DIM], if kv_ptr has keys alone; None: it has both
     scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart; None: no scales
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     seq,
@@ -75,6 +78,7 @@ def _gather_kernel(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -85,11 +89,17 @@ def _gather_kernel(
     slots = start + keys
     is_inside = slots < stop
     pages = tl.load(table_ptr + seq.to(tl.int64) * table_stride + slots // PAGE_SIZE, mask=is_inside, other=0)
-    sources = pages * (2 * HALF) + kv_head * BLOCK + slots % PAGE_SIZE * HEAD_DIM
+    in_page = kv_head * BLOCK + slots % PAGE_SIZE * HEAD_DIM
+    sources = pages * (2 * HALF) + in_page if v_ptr is None else pages * HALF + in_page
     is_dim = dims[None, :] < HEAD_DIM
     is_read, is_stored = is_inside[:, None] & is_dim, (keys < num_keys)[:, None] & is_dim
     k = tl.load(kv_ptr + sources[:, None] + dims[None, :], mask=is_read, other=0.0)
-    v = tl.load(kv_ptr + sources[:, None] + (HALF + dims)[None, :], mask=is_read, other=0.0)
+    if v_ptr is None:
+        v = tl.load(kv_ptr + sources[:, None] + (HALF + dims)[None, :], mask=is_read, other=0.0)
+    else:
+        v_sources = (pages * NUM_KV_HEADS + kv_head) * (PAGE_SIZE * VALUE_DIM) + slots % PAGE_SIZE * VALUE_DIM
+        is_value = is_inside[:, None] & (dims[None, :] < VALUE_DIM)
+        v = tl.load(v_ptr + v_sources[:, None] + dims[None, :], mask=is_value, other=0.0)
     if scales_ptr is not None:
         scales = scales_ptr + pages * (HALF // 2) + kv_head * (BLOCK // 4) + slots % PAGE_SIZE
         k = k.to(tl.float32) * tl.load(scales, mask=is_inside, other=0.0)[:, None]

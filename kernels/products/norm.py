@@ -19,11 +19,12 @@ class Norm(NamedTuple):
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the norm of `x` [..., size], a new tensor of its shape; `weight` [size].
 
-    The sum and the quotient are float32. The quotient is rounded to x's dtype before it is multiplied by `weight`."""
+    The sum and the quotient are float32. The quotient is rounded to the weight's dtype before it is multiplied by
+    `weight`: a float32 weight is exact, and the result is rounded once."""
     assert x.shape[-1:] == weight.shape, (x.shape, weight.shape)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm_ref_(

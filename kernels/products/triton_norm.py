@@ -1,6 +1,6 @@
 """`rms_norm` and `add_rms_norm_` of norm.py on a GPU, one pass each.
 
-    y = x * rsqrt(mean(x^2) + eps) rounded to x's dtype, * weight
+    y = x * rsqrt(mean(x^2) + eps) rounded to the weight's dtype, * weight
 
 Sums are float32. One program sums a row, in an order that depends on the row's size alone. So a row's result does not
 depend on the rows beside it.
@@ -26,7 +26,8 @@ _TILE = 1024  # elements of a program that works on several short rows
 
 def serves(x: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> bool:
     """Return whether `rms_norm` takes these tensors, with any eps."""
-    return x.dtype == weight.dtype and x.dtype in _DTYPES and 0 < x.shape[-1] <= MAX_SIZE and x.stride(-1) == 1
+    is_weight = weight.dtype in (x.dtype, torch.float32) and x.dtype in _DTYPES
+    return is_weight and 0 < x.shape[-1] <= MAX_SIZE and x.stride(-1) == 1
 
 
 def serves_sum(
@@ -40,8 +41,8 @@ def serves_sum(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `rms_norm_ref`, a new contiguous tensor of x's shape.
 
-    `x` [..., size] has a contiguous last dimension, and `weight` [size] has its dtype. A view of heads [num_tokens,
-    num_heads, size] is read in place, without a copy."""
+    `x` [..., size] has a contiguous last dimension, and `weight` [size] has its dtype or is float32. A view of heads
+    [num_tokens, num_heads, size] is read in place, without a copy."""
     size = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x if x.ndim == 3 else x.reshape(-1, 1, size)  # [num_outer, num_inner, size]
@@ -92,7 +93,7 @@ def _launch(
 def _rms_norm_kernel(
     x_ptr,  # [num_outer, num_inner, SIZE], strides outer_stride and inner_stride; written if ADDS
     delta_ptr,  # [num_rows, SIZE] of x's dtype, or parts [PARTS, num_rows, SIZE] float32; read if ADDS
-    weight_ptr,  # [SIZE] of x's dtype
+    weight_ptr,  # [SIZE] of x's dtype or float32
     out_ptr,  # [num_rows, SIZE] of x's dtype, written
     num_rows,
     num_inner,
@@ -112,7 +113,7 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
     is_in = (rows < num_rows) & (columns < SIZE)
     at = (rows // num_inner) * outer_stride + (rows % num_inner) * inner_stride + columns
-    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < SIZE, other=0.0)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -127,5 +128,5 @@ def _rms_norm_kernel(
         tl.store(x_ptr + at, x, mask=is_in)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / SIZE + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32)
-    tl.store(out_ptr + rows * SIZE + columns, (normed * weight).to(x.dtype), mask=is_in)
+    normed = (wide * scale).to(weight.dtype).to(tl.float32)
+    tl.store(out_ptr + rows * SIZE + columns, (normed * weight.to(tl.float32)).to(x.dtype), mask=is_in)

@@ -69,6 +69,7 @@ def norm_rotate_store(
     eps: float = 0.0,
     *,
     writes_back: bool = False,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys in place, and store keys and values in `kv_layer`.
 
@@ -79,24 +80,29 @@ def norm_rotate_store(
     page_size, head_dim] is contiguous and has qkv's dtype, or it is a layer of a pool in e4m3, in which each head is
     stored as `store_rows` rounds it (fp8_pages.py). If the caller asks for it (`writes_back`), the numbers that such a
     pool holds replace keys and values in `qkv`; otherwise these are not rounded. `rows` [num_tokens] int64 comes from
-    `token_rows`. `norms` holds the weights of queries and keys, [head_dim] each; None: heads are not normed.
+    `token_rows`. `norms` holds the weights of queries and keys, [head_dim] each; None: heads are not normed. `values`
+    [num_pages, 1, num_kv_heads, page_size, value_dim] is contiguous: a layer of their own pool, which gets the first
+    numbers of each value. Then `kv_layer` has keys alone.
 
-    The norm is rounded to the dtype before it is multiplied by its weight, and after. The rotation is rounded once."""
-    _, _, num_kv_heads, page_size, head_dim = kv_layer.shape
+    The norm is rounded to its weight's dtype, which is qkv's or float32, before it is multiplied by the weight, and to
+    qkv's dtype after. The rotation is rounded once."""
+    _, num_planes, num_kv_heads, page_size, head_dim = kv_layer.shape
+    assert num_planes == (2 if values is None else 1) and (values is None or values.is_contiguous()), kv_layer.shape
     num_tokens, num_all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     num_heads = num_all_heads - 2 * num_kv_heads
     assert qkv.shape[1] == num_all_heads * head_dim and num_heads > 0 and head_dim % 2 == 0, (qkv.shape, kv_layer.shape)
     assert cos.shape == sin.shape == (num_tokens, 1, head_dim) and rows.shape == (num_tokens,), (cos.shape, rows.shape)
     assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous() and has_close_blocks(kv_layer)
     assert kv_layer.dtype in (qkv.dtype, E4M3), (kv_layer.dtype, qkv.dtype)
-    assert all(norm.shape == (head_dim,) for norm in norms or ()), norms
+    assert all(norm.shape == (head_dim,) and norm.dtype in (qkv.dtype, torch.float32) for norm in norms or ()), norms
     scales = scales_of(kv_layer) if kv_layer.dtype == E4M3 else None
     q_norm, k_norm = (None, None) if norms is None else norms
     dependent = gpu.dependent_launch(num_tokens)
     _store_kernel[(num_tokens, triton.cdiv(num_all_heads, _HEADS))](
-        qkv, cos, sin, kv_layer, scales, rows, q_norm, k_norm, qkv.stride(0), eps,
+        qkv, cos, sin, kv_layer, values, scales, rows, q_norm, k_norm, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size, HEAD_DIM=head_dim,
-        BLOCK=block_size(kv_layer), WRITES_BACK=writes_back and scales is not None,
+        BLOCK=block_size(kv_layer), VALUE_DIM=head_dim if values is None else values.shape[4],
+        WRITES_BACK=writes_back and scales is not None,
         HEADS=min(_HEADS, triton.next_power_of_2(num_all_heads)), HALF=triton.next_power_of_2(head_dim // 2),
         DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
@@ -151,10 +157,11 @@ def _store_kernel(
     cos_ptr,  # [num_tokens, HEAD_DIM]
     sin_ptr,  # [num_tokens, HEAD_DIM], its first half negated
     kv_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM] of qkv's dtype or e4m3, blocks BLOCK apart, written
+    v_ptr,  # [num_pages, NUM_KV_HEADS, PAGE_SIZE, VALUE_DIM], written; None: values are in kv_ptr
     scales_ptr,  # [num_pages, 2, NUM_KV_HEADS, PAGE_SIZE] float32, blocks BLOCK / 4 apart, written; None: no scales
     rows_ptr,  # [num_tokens] int64
-    q_norm_ptr,  # [HEAD_DIM]; None: heads are not normed
-    k_norm_ptr,  # [HEAD_DIM]; None: heads are not normed
+    q_norm_ptr,  # [HEAD_DIM] of qkv's dtype or float32; None: heads are not normed
+    k_norm_ptr,  # [HEAD_DIM] of the same dtype; None: heads are not normed
     qkv_stride,
     eps,
     NUM_HEADS: tl.constexpr,
@@ -162,6 +169,7 @@ def _store_kernel(
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     WRITES_BACK: tl.constexpr,  # with scales: keys and values are written as they are stored
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -192,7 +200,10 @@ def _store_kernel(
     _store_halves(source, half, first, second, inside & is_rotated)
     # K heads, then V heads, follow one another in a page as they do in qkv
     page, slot = row // PAGE_SIZE, row % PAGE_SIZE
-    block = page * (2 * NUM_KV_HEADS * BLOCK) + slot * HEAD_DIM
+    if v_ptr is None:
+        block = page * (2 * NUM_KV_HEADS * BLOCK) + slot * HEAD_DIM
+    else:
+        block = page * (NUM_KV_HEADS * BLOCK) + slot * HEAD_DIM
     target = kv_ptr + block + (heads - NUM_HEADS) * BLOCK + dims
     stored = inside & (heads >= NUM_HEADS) & (row >= 0)
     if scales_ptr is not None:
@@ -203,6 +214,13 @@ def _store_kernel(
         scales_at = scales_ptr + page * (NUM_KV_HEADS * BLOCK // 2) + slot + (heads - NUM_HEADS) * (BLOCK // 4)
         is_head = (heads >= NUM_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (row >= 0)
         tl.store(scales_at, scales, mask=is_head)
+    if v_ptr is not None:
+        is_value = stored & (heads >= NUM_HEADS + NUM_KV_HEADS)
+        v_block = page * (NUM_KV_HEADS * PAGE_SIZE * VALUE_DIM) + slot * VALUE_DIM
+        v_target = v_ptr + v_block + (heads - NUM_HEADS - NUM_KV_HEADS) * (PAGE_SIZE * VALUE_DIM) + dims
+        tl.store(v_target, first, mask=is_value & (dims < VALUE_DIM))
+        tl.store(v_target + half, second, mask=is_value & (dims + half < VALUE_DIM))
+        stored &= heads < NUM_HEADS + NUM_KV_HEADS
     _store_halves(target, half, first, second, stored)
 
 
@@ -221,12 +239,13 @@ def _store_halves(ptr, half: tl.constexpr, first, second, mask):
 
 @triton.jit
 def _normed(x, y, dtype: tl.constexpr, q_norm_ptr, k_norm_ptr, is_q, dims, eps, HEAD_DIM: tl.constexpr):
-    """Return both halves of heads, [HEADS, HALF] float32, after their norm. It is rounded to `dtype` before it is
-    multiplied by its weight, and after."""
+    """Return both halves of heads, [HEADS, HALF] float32, after their norm. It is rounded to the weight's dtype before
+    it is multiplied by its weight, and to `dtype` after."""
     half: tl.constexpr = HEAD_DIM // 2
     scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD_DIM + eps)[:, None]
-    x = (x * scale).to(dtype).to(tl.float32) * _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half)
-    y = (y * scale).to(dtype).to(tl.float32) * _weight(q_norm_ptr + half, k_norm_ptr + half, is_q, dims, half)
+    first: tl.constexpr = q_norm_ptr.dtype.element_ty
+    x = (x * scale).to(first).to(tl.float32) * _weight(q_norm_ptr, k_norm_ptr, is_q, dims, half)
+    y = (y * scale).to(first).to(tl.float32) * _weight(q_norm_ptr + half, k_norm_ptr + half, is_q, dims, half)
     return x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
 
 

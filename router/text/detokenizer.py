@@ -131,13 +131,18 @@ class WindowDetokenizer:
     def step(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        delta = self._stream.step(self._tokenizer.inner, token_id)
         self._held.append(token_id)
+        try:
+            delta = self._stream.step(self._tokenizer.inner, token_id)
+        except Exception:  # it has no class of its own: bytes that are no text changed what was decoded before
+            return self._restart()
         if delta is not None:
             self._settle()
             return delta
-        if len(self._held) < MAX_HELD:
-            return ""
+        return "" if len(self._held) < MAX_HELD else self._restart()
+
+    def _restart(self) -> str:
+        """Return the text that is held back, and begin anew behind it."""
         delta = self.flush()
         self._stream = DecodeStream(self._context, skip_special_tokens=False)
         return delta

@@ -11,8 +11,9 @@ import drafters
 import pytest
 import remembering
 from heads import write_head
-from matrix import ASKS, CELLS, PAGE_SIZE, Plain, Watch, coach, run_cell
+from matrix import ASKS, PAGE_SIZE, Plain, Watch, cells_of, coach, run_cell
 from node_pair import NodePair, node_pairs, params
+from thinned import thinned
 
 from baton.engine.rounds import device_executor
 
@@ -37,7 +38,7 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Plain:
-    return Plain.of(model, ASKS[:6])
+    return Plain.of(model, ASKS[:4])
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_whole_text_recomputed_by_transformers_gives_the_same_tokens(plain: Pl
         [expected] = case.expected
         logits = remembering.recomputed(llama, case.prompt + expected.ids)
         assert logits.argmax(-1)[len(case.prompt) - 1 : -1].tolist() == expected.ids
-    assert len(greedy) == 3
+    assert len(greedy) == 2
 
 
 def test_an_older_router_refuses_the_nodes_by_their_protocols(
@@ -74,18 +75,18 @@ def test_an_older_router_refuses_the_nodes_by_their_protocols(
 
 
 DRAFTS = {
-    "standalone": ({"draft_steps": 4}, "local", (2, 5), 64),
-    "eagle": ({"draft_steps": 3}, "zmq", (), PAGE_SIZE),
+    "standalone": ({"draft_steps": 4}, "zmq", (), 64),
+    "eagle": ({"draft_steps": 3}, "zmq", (2, 5), PAGE_SIZE),
     "eagle tree": ({"draft_steps": 3, "draft_topk": 3, "draft_tokens": 10}, "local", (2, 5), PAGE_SIZE - 1),
 }
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", thinned(list(DRAFTS), lambda i, name: name != "eagle"))
 def test_output_is_that_of_speculation_off(
     name: str, model: Path, plain: Plain, make_pair: Callable[..., NodePair], tmp_path: Path
 ) -> None:
-    """Chains and trees with rejections, prefix hits, preemptions, mixed batches and two choices, by each transport of a
-    CPU. The standalone drafter has such a pool, too."""
+    """Chains and trees with rejections, prefix hits, preemptions, mixed batches and two choices, by each
+    transport of a CPU. The standalone drafter has such a pool, too."""
     shape, transport, buckets, chunk = DRAFTS[name]
     algorithm = name.split()[0]
     if algorithm == "standalone":
@@ -96,7 +97,7 @@ def test_output_is_that_of_speculation_off(
     pair = make_pair(model, buckets, **settings, **shape)
     coach(pair.decode.executor.engine.drafter, plain.truths)
     watch = Watch.of(pair)
-    for cell in CELLS if name == "eagle tree" else CELLS[4:]:
+    for cell in cells_of(1):
         run_cell(pair, cell, plain.cases)
     stats = pair.decode.rounds.stats
     assert stats.num_drafted > stats.num_accepted > 0
@@ -104,7 +105,13 @@ def test_output_is_that_of_speculation_off(
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [({}, {"tp": 2}), ({"tp": 2}, {}), ({}, {"dp_attention": 2})], ids=["1-2", "2-1", "dp"]
+    ("prefill", "decode"),
+    [
+        ({}, {"tp": 2}),
+        pytest.param({"tp": 2}, {}, marks=pytest.mark.whole),
+        pytest.param({}, {"dp_attention": 2}, marks=pytest.mark.whole),
+    ],
+    ids=["1-2", "2-1", "dp"],
 )
 def test_every_rank_holds_the_head_that_they_share(
     prefill: dict[str, int], decode: dict[str, int], model: Path, plain: Plain, make_pair: Callable[..., NodePair]

@@ -37,6 +37,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "ministral3": ("ministral3", {}),
     "mistral4": ("mistral4", {}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma4": ("gemma4_text", {"num_kv_shared_layers": 1, "head_dim": 32, "global_head_dim": 64}),
+    "gemma4 of published heads": ("gemma4_text", {"head_dim": 256, "global_head_dim": 512, "sliding_window": 33}),
+    "mimo": ("mimo_v2_flash", {}),
+    "mimo of published heads": ("mimo_v2_flash", {"head_dim": 192, "v_head_dim": 128, "sliding_window": 33}),
+    "gemma3 of published heads": ("gemma3_text", {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 33}),
 }
 
 

@@ -135,7 +135,8 @@ class Model:
         """Run the layers on input_ids [batch, seq_len] int64."""
         attention = WindowAttention(len(input_ids), torch.arange(input_ids.shape[1], device=self.device))
         context = attention.begin(self.config, self._rotary)
-        states = self._decoder.stack(self.embed(input_ids.flatten()), context, range(self.config.num_layers + 1))
+        ids = input_ids.flatten()
+        states = self._decoder.stack(ids, self.embed(ids), context, range(self.config.num_layers + 1))
         return TargetRows(states, attention.kv)
 
     def embed(self, token_ids: Tensor) -> Tensor:

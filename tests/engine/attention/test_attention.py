@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,11 @@ def attend(
     sinks: torch.Tensor | None = None,
     *,
     in_fp8: bool = False,
+    value_dim: int | None = None,
+    is_filled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attended values of layer 1, and the pool afterwards, float32. `num_first`: rows of the first of two joint
-    batches."""
+    batches. `value_dim`: numbers of a value, in a pool of its own unless it `is_filled` up with zeros."""
     generator = torch.Generator().manual_seed(0)
     shape = (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
     kv = torch.randn(shape, generator=generator)
@@ -59,9 +62,33 @@ def attend(
     if num_first is not None:
         parts = (ForwardBatch.build(part, PAGE_SIZE, "cpu") for part in (rows[:num_first], rows[num_first:]))
         batch = JointBatch.of(*parts)
-    context = begin_attention(config, rotary, batch, ModelPools(kv), qkv.dtype)
+    pools = ModelPools(kv)
+    if value_dim is not None:
+        kv[:, :, 1, ..., value_dim:] = 0.0
+        qkv.unflatten(1, (-1, config.head_dim))[:, config.num_heads + config.num_kv_heads :, value_dim:] = 0.0
+    if value_dim is not None and not is_filled:
+        config = replace(config, value_dim=value_dim)
+        kv, values = kv[:, :, :1].contiguous(), kv[:, :, 1:, ..., :value_dim].contiguous()
+        pools = ModelPools(kv, values=values)
+    context = begin_attention(config, rotary, batch, pools, qkv.dtype)
     out = context(qkv, LayerHeads(1, norms, config.sliding_window[1], sinks))
     return out, fp8_numbers(kv) if in_fp8 else kv
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("kind", ["triton", "reference"])
+def test_values_narrower_than_keys_are_as_if_filled_up_with_zeros(
+    kind: str, rows: str, window: int | None, checkpoint: Checkpoint
+) -> None:
+    config = read_model_config(checkpoint("mistral", sliding_window=window))
+    sinks = None if window is None else SINKS
+    with preferring(kind):
+        expected, pool = attend(config, ROWS[rows], None, sinks=sinks, value_dim=10, is_filled=True)
+        out, own = attend(config, ROWS[rows], None, sinks=sinks, value_dim=10)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(own, pool[:, :, :1])
+    assert not out.unflatten(1, (-1, config.head_dim))[..., 10:].any()
 
 
 @pytest.mark.parametrize("rows", ROWS)

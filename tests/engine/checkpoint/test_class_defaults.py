@@ -17,7 +17,8 @@ def test_the_table_says_what_the_class_says(model_type: str) -> None:
             continue  # the class forgets the size of a window that is off
         assert whole.get(key) == value, key
     theta = THETAS.get(model_type, 10_000.0)
-    assert theta is None or whole["rope_parameters"]["rope_theta"] == theta
+    rope = whole["rope_parameters"]
+    assert theta is None or rope.get("full_attention", rope)["rope_theta"] == theta
 
 
 def test_every_text_model_inside_another_has_its_defaults() -> None:

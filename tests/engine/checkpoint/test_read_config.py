@@ -233,14 +233,19 @@ def test_published_files_mean_what_transformers_takes_them_for(name: str, tmp_pa
         theirs.num_hidden_layers,
         theirs.num_attention_heads,
     )
+    theirs.allow_global_per_layer_attribute_access = True
     rope = theirs.rope_parameters
+    if ours.window is not None:
+        assert ours.window.rope.theta == rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     assert (ours.rms_norm_eps, ours.rope.theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert ours.rope.rope_type == rope["rope_type"] and ours.rope.factor == (rope.get("factor") or 1.0)
     if ours.rope.rope_type != "yarn":  # which stretches the length of a file that states the original one
         assert ours.context_len == theirs.max_position_embeddings
     if ours.latent is None:
         head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-        assert (ours.num_kv_heads, ours.head_dim) == (theirs.num_key_value_heads, head_dim)
+        kind = ours if ours.window is None or ours.architecture.startswith("MiMo") else ours.window
+        assert (kind.num_kv_heads, kind.head_dim) == (theirs.num_key_value_heads, head_dim)
     window = getattr(theirs, "sliding_window", None)
     alike = (window and "full_attention", window and "sliding_attention")[ours.architecture[:7] == "Mistral"]
     types = getattr(theirs, "layer_types", None) or [alike] * ours.num_layers
@@ -248,7 +253,9 @@ def test_published_files_mean_what_transformers_takes_them_for(name: str, tmp_pa
     if whole.model_type != "mistral3":  # whose class says true, and whose checkpoints have a head
         assert ours.tie_word_embeddings == whole.tie_word_embeddings
     ends = theirs.eos_token_id if isinstance(theirs.eos_token_id, list) else [theirs.eos_token_id]
-    assert ours.eos_token_ids == tuple(ends) or theirs.model_type.endswith(("_vl_text", "qwen2"))
+    assert ours.eos_token_ids == tuple(ends) or theirs.model_type.endswith(
+        ("_vl_text", "qwen2", "gemma3_text", "gemma4_text", "mimo_v2_flash")
+    )
     assert str(theirs.dtype or whole.dtype or "torch.float32") == f"torch.{ours.checkpoint_dtype}"
 
 

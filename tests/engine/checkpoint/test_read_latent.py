@@ -10,7 +10,7 @@ import pytest
 from published_configs import PUBLISHED, write_config
 
 from baton.engine.checkpoint.config_file import ConfigFile
-from baton.engine.checkpoint.read_latent import read_latent
+from baton.engine.checkpoint.read_attention import read_latent
 from baton.metadata.errors import ModelError
 
 

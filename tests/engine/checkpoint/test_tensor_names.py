@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import FIELDS, TINY, make_checkpoint
+from model_pools import pools_of
 from node_pair import node_pairs, params
 from safetensors.torch import load_file, save_file
 
@@ -23,10 +24,8 @@ from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.checkpoint.tensor_names import is_of_tower, layer_prefixes, text_tensors
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
-from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 IMAGE = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 PATCHES = {"image_size": 8, "patch_size": 4}
@@ -49,6 +48,25 @@ def _mistral3(text: Any) -> Any:
     config = transformers.Mistral3Config(text_config=text, vision_config=image, image_token_index=5)
     config.tie_word_embeddings = tied
     return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def gemma3(tied: bool) -> Any:
+    text = transformers.Gemma3TextConfig(**TINY | FIELDS["gemma3_text"] | {"head_dim": 16, "tie_word_embeddings": tied})
+    image = {**IMAGE, **PATCHES, "model_type": "siglip_vision_model"}
+    config = transformers.Gemma3Config(text_config=text, vision_config=image, mm_tokens_per_image=4)
+    config.tie_word_embeddings = tied
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def gemma4(tied: bool) -> Any:
+    text = transformers.Gemma4TextConfig(**TINY | FIELDS["gemma4_text"] | {"head_dim": 16, "tie_word_embeddings": tied})
+    image = {**IMAGE, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
+    audio = {**IMAGE, "subsampling_conv_channels": [4, 4], "output_proj_dims": 16}
+    config = transformers.Gemma4Config(
+        text_config=text, vision_config=image | {"model_type": "gemma4_vision"}, audio_config=audio, image_token_id=499
+    )
+    config.tie_word_embeddings = tied
+    return transformers.Gemma4ForConditionalGeneration(config)
 
 
 def llava(tied: bool) -> Any:
@@ -76,6 +94,8 @@ def qwen3_vl(tied: bool) -> Any:
 
 
 WRAPPERS = {
+    "gemma3": gemma3,
+    "gemma4": gemma4,
     "mistral3": mistral3,
     "ministral3": ministral3,
     "llava": llava,
@@ -97,8 +117,7 @@ def logits_of(directory: Path, ids: list[int]) -> torch.Tensor:
     """Return our logits of all positions, [num_tokens, vocab_size]."""
     config = read_model_config(directory)
     model = load_model(directory, config, torch.float32, "cpu")
-    kv = torch.zeros(KvLayout.of(config.pool("float32"), 4).stacked_shape(6))
-    hidden = model.forward(ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 4, "cpu"), ModelPools(kv))
+    hidden = model.forward(ForwardBatch.build([BatchRow(ids, 0, [1, 2, 3, 4])], 4, "cpu"), pools_of(config, 4, 6))
     return model.logits(hidden)
 
 
@@ -199,8 +218,8 @@ def test_streams_are_read_from_the_text_configuration(checkpoint: Callable[..., 
     ("changes", "words"),
     [
         (
-            {"model_type": "gemma3_text"},
-            r"text_config\.model_type = 'gemma3_text' is not served; Baton serves the text",
+            {"model_type": "gemma3n_text"},
+            r"text_config\.model_type = 'gemma3n_text' is not served; Baton serves the text",
         ),
         ({"hidden_size": None}, r"text_config\.hidden_size = None must be a whole number"),
         ({"hc_mult": -1}, r"text_config\.hc_mult = -1 must be"),
@@ -245,7 +264,7 @@ def test_names_of_the_text_model(stored: str, name: str) -> None:
     assert text_tensors([stored, "visual.proj.weight"], "here") == {name: stored}
 
 
-@pytest.mark.parametrize("name", ["audio_tower.layers.0.weight", "language_model.other.weight", "visual_extra.weight"])
+@pytest.mark.parametrize("name", ["speech_tower.layers.0.weight", "language_model.other.weight", "visual_extra.weight"])
 def test_a_tensor_of_an_unknown_part_is_refused_by_name(name: str) -> None:
     with pytest.raises(ModelError, match=rf"^here: {name} belongs neither to the text model nor"):
         text_tensors(["language_model.model.norm.weight", name], "here")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
+from model_pools import pools_of
 from node_pair import node_pairs, params
 from own_mtp import with_mtp
 from safetensors.torch import load_file
@@ -22,9 +23,7 @@ from ties import Reference
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
-from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 NUM_PAGES = 40
 TOLERANCE = 1e-4
@@ -78,6 +77,48 @@ SHAPES = {
     "ministral3": Shape(
         "ministral3", {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "num_hidden_layers": 3}
     ),
+    "gemma3": Shape("gemma3_text", {"num_attention_heads": 6, "hidden_size": 96, "head_dim": 20}),
+    "gemma3-one-key-head": Shape(
+        "gemma3_text",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "num_hidden_layers": 7,
+            "layer_types": None,  # every sixth has no window
+            "sliding_window": 21,
+        },
+    ),
+    "gemma4-inputs-and-shared-keys": Shape(
+        "gemma4_text",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "hidden_size": 96,
+            "num_hidden_layers": 7,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]
+            + ["sliding_attention", "full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-values-are-keys": Shape(
+        "gemma4_text",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 1,
+            "global_head_dim": 40,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "mimo": Shape(
+        "mimo_v2_flash",
+        {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96, "head_dim": 36, "v_head_dim": 10},
+    ),
     "ministral3-tied-window": Shape(
         "ministral3",
         {
@@ -122,11 +163,11 @@ def forward(model: Path, ids: Sequence[int], chunks: Sequence[int]) -> torch.Ten
     """Return the logits of all tokens, [len(ids), vocab_size], from a pool full of NaN with scattered pages."""
     config = read_model_config(model)
     loaded = load_model(model, config, torch.float32, "cpu")
-    kv = torch.full(KvLayout.of(config.pool("float32"), PAGE_SIZE).stacked_shape(NUM_PAGES), float("nan"))
+    pools = pools_of(config, PAGE_SIZE, NUM_PAGES, float("nan"))
     pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), 25), 0, []
     for num in chunks:
         batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
-        logits.append(loaded.logits(loaded.forward(batch, ModelPools(kv))))
+        logits.append(loaded.logits(loaded.forward(batch, pools)))
         position += num
     return torch.cat(logits)
 

@@ -69,6 +69,20 @@ def test_trees(tree_before: int, query_len: int, window: int | None, block_n: in
     case.check(case.decode(window, num_slots=2, block_n=block_n), window)
 
 
+@pytest.mark.parametrize(
+    ("tree_before", "query_len", "window", "dims"),
+    [(None, 1, None, (24, 16)), (None, 5, 20, (32, 20)), (3, 7, None, (72, 10))],
+)
+def test_values_narrower_than_keys(
+    tree_before: int | None, query_len: int, window: int | None, dims: tuple[int, int]
+) -> None:
+    case = Case((query_len,) * 2, (query_len, 140), (6, 2), dims[0], 4, tree_before=tree_before, value_dim=dims[1])
+    sinks = case.sinks()
+    out = case.decode(window, sinks, num_slots=3, block_n=16)
+    case.check(out, window, sinks)
+    assert not out[..., dims[1] :].any() and out[..., dims[1] - 1].any()
+
+
 @pytest.mark.parametrize("num_slots", [1, 3, 20], ids=["whole", "shared", "split"])
 @pytest.mark.parametrize(
     ("tree_before", "query_len", "window"), [(None, 1, None), (None, 5, 20), (3, 7, None), (3, 7, 6)]

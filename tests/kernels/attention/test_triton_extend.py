@@ -47,6 +47,14 @@ def test_windows(window: int, page_size: int, query_len: int) -> None:
     case.check(case.extend(window, block_n=16), window)
 
 
+@pytest.mark.parametrize(("window", "dims"), [(None, (24, 16)), (20, (72, 10))])
+def test_values_narrower_than_keys(window: int | None, dims: tuple[int, int]) -> None:
+    case = Case((21, 1, 7), (21, 90, 160), (6, 2), dims[0], 4, value_dim=dims[1])
+    out = case.extend(window, block_m=16, block_n=16)
+    case.check(out, window)
+    assert not out[..., dims[1] :].any() and out[..., dims[1] - 1].any()
+
+
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 def test_sinks_count_once(window: int | None, is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:

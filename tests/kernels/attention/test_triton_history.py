@@ -50,6 +50,14 @@ def test_gathered_keys(page_size: int, head_dim: int) -> None:
         assert torch.equal(found, gather_keys_ref(kv_layer, table, 1, start, stop, num_keys, kv_layer.dtype))
 
 
+def test_values_narrower_than_keys_are_filled_up_with_zeros() -> None:
+    k, v = random(20, 1, 3, 4, 24), random(20, 1, 3, 4, 10)
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(0)).view(2, 10).to(DEVICE)
+    found = triton_history.gather_keys(k, table, 1, 5, 31, 40, k.dtype, v)
+    assert torch.equal(found, gather_keys_ref(k, table, 1, 5, 31, 40, k.dtype, v))
+    assert found[1, :, :26, :10].any() and not found[1, ..., 10:].any() and not found[:, :, 26:].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("page_size", "head_dim"), [(3, 10), (16, 128)])
 def test_pages_in_fp8_return_what_the_store_wrote_back(page_size: int, head_dim: int, dtype: torch.dtype) -> None:

@@ -32,6 +32,14 @@ def test_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("dtype", ROUNDED[1:])
+def test_a_float32_weight_rounds_once(dtype: torch.dtype) -> None:
+    x, weight = random(5, 300, dtype=dtype, scale=3.0), random(300, seed=1)
+    assert_normed(triton_norm.rms_norm(x, weight, EPS), x, weight)
+    exact = rms_norm_ref(x.float(), weight, EPS)
+    torch.testing.assert_close(triton_norm.rms_norm(x, weight, EPS).float(), exact, rtol=0.51 * ULP[dtype], atol=1e-6)
+
+
 @pytest.mark.parametrize("scale", [1e-4, 1e4])
 def test_eps_and_large_numbers(scale: float) -> None:
     x, weight = random(4, 96, scale=scale), random(96, seed=1)

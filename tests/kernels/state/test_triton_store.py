@@ -43,7 +43,7 @@ def places(case: Case) -> list[tuple[int, int]]:
     return [(int(case.table[seq, slot // case.page_size]), slot % case.page_size) for seq, slot in slots]
 
 
-@pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "norms"])
+@pytest.mark.parametrize("with_norms", [False, True, torch.float32], ids=["plain", "norms", "float32 norms"])
 @pytest.mark.parametrize(
     ("query_lens", "page_size", "heads", "head_dim", "dtype"),
     [
@@ -62,7 +62,7 @@ def test_norm_rotate_store(
     heads: tuple[int, int],
     head_dim: int,
     dtype: torch.dtype,
-    with_norms: bool,
+    with_norms: bool | torch.dtype,
 ) -> None:
     """New rows are stored where `token_rows` says; q and k change in `qkv`, v and all other slots do not."""
     seq_lens = tuple(query_len + i for i, query_len in enumerate(query_lens))
@@ -72,7 +72,8 @@ def test_norm_rotate_store(
     angles = torch.randn(num_tokens, 1, head_dim // 2, generator=generator)
     cos = torch.cat((angles.cos(), angles.cos()), -1).to(DEVICE, dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), -1).to(DEVICE, dtype)
-    norms = torch.randn(2, head_dim, generator=generator).to(DEVICE, dtype).unbind(0) if with_norms else None
+    kind = dtype if with_norms is True else torch.float32
+    norms = torch.randn(2, head_dim, generator=generator).to(DEVICE, kind).unbind(0) if with_norms else None
     qkv = torch.full((num_tokens, case.qkv.shape[1] + 24), 7.0, dtype=dtype, device=DEVICE)
     ours = qkv[:, 8:-16].copy_(case.qkv)  # strided by token
     q, k, v = case.qkv.view(num_tokens, -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -138,6 +139,18 @@ def test_a_token_without_a_row_is_stored_nowhere() -> None:
     qkv, turn = torch.randn(1, 6 * 16, device=DEVICE), torch.ones(1, 1, 16, device=DEVICE)
     norm_rotate_store(qkv, turn, turn, pool[1:], torch.tensor([-1], device=DEVICE))
     assert (pool == 7).all()
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 16), (24, 10), (72, 40)])
+def test_values_narrower_than_keys_lie_in_a_pool_of_their_own(head_dim: int, value_dim: int) -> None:
+    qkv, turn = torch.randn(5, 8 * head_dim, device=DEVICE), torch.randn(5, 1, head_dim, device=DEVICE)
+    rows = torch.tensor([7, 2, -1, 0, 11], device=DEVICE)
+    pool, own = torch.full((4, 2, 2, 3, head_dim), 7.0, device=DEVICE), qkv.clone()
+    k, v = pool[:, :1].clone(), torch.full((5, 1, 2, 3, value_dim), 7.0, device=DEVICE)
+    q = norm_rotate_store(qkv, turn, turn, pool, rows)
+    assert torch.equal(norm_rotate_store(own, turn, turn, k, rows, values=v[:4]), q) and torch.equal(own, qkv)
+    assert torch.equal(k, pool[:, :1]) and torch.equal(v[:4], pool[:, 1:, ..., :value_dim])
+    assert (v[4] == 7).all()
 
 
 def test_nan_stays_with_its_token() -> None:

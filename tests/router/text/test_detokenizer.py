@@ -49,6 +49,15 @@ def test_the_deltas_of_any_text_join_to_the_whole(tokenizer: TextTokenizer, text
     assert "\ufffd" not in "".join(parts), "a character was split"
 
 
+@given(ids=st.lists(st.integers(0, 419), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_bytes_that_are_no_text_end_no_stream(ids: list[int]) -> None:
+    """A vocabulary with tokens for single bytes shows all that follows them."""
+    ids = [token_id % FALLBACK.inner.get_vocab_size() for token_id in ids]
+    end = FALLBACK.inner.encode(" and then").ids
+    assert "".join(deltas(FALLBACK, ids + end, [])).endswith("then")
+
+
 def test_no_delta_splits_a_character() -> None:
     ids = BYTE_LEVEL.inner.encode("😀😀 ✓").ids
     assert len(ids) > 8  # one token a byte

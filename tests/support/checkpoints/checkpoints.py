@@ -44,7 +44,13 @@ _DEEPSEEK: dict[str, Any] = _LATENTS | {
     "topk_group": 2,
     "first_k_dense_replace": None,  # all layers
 }
-_CLASS_NAMES = {"hyper_llama": "Llama", "minimax_m2": "MiniMaxM2"}
+_CLASS_NAMES = {
+    "hyper_llama": "Llama",
+    "minimax_m2": "MiniMaxM2",
+    "gemma3_text": "Gemma3",
+    "gemma4_text": "Gemma4",
+    "mimo_v2_flash": "MiMoV2Flash",
+}
 FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
     "mistral": {"sliding_window": None},
     "ministral3": {
@@ -95,10 +101,52 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "truncate": False,
         },
     },
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 11,  # not head_dim
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 3,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "global_head_dim": 24,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 512,
+        "final_logit_softcapping": 9.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "mimo_v2_flash": {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.334},
+        },
+    },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-_BIASED = ("gpt_oss", "glm4_moe_lite")  # families whose biases and sinks are spread
+_BIASED = ("gpt_oss", "glm4_moe_lite", "mimo_v2_flash")  # families whose biases and sinks are spread
+_NORMED = {
+    "gemma3_text": {"norm.weight": 0.3},
+    "gemma4_text": {"norm.weight": 1.0, "layer_scalar": 1.0},
+}  # families whose norms are spread: transformers leaves all at one
 
 
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
@@ -119,13 +167,16 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     if fields.get("first_k_dense_replace", 0) is None:
         fields["first_k_dense_replace"] = fields["num_hidden_layers"]
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{class_name}ForCausalLM")(getattr(transformers, f"{class_name}Config")(**fields))
+    config_name = f"{class_name}{'Text' * family.endswith('_text')}Config"
+    model = getattr(transformers, f"{class_name}ForCausalLM")(getattr(transformers, config_name)(**fields))
     path.mkdir(parents=True, exist_ok=True)
     model.float().eval().save_pretrained(path)
     if family == "hyper_llama":
         _add_streams(path, hc_mult, seed)
     if family in _BIASED:
-        _add_biases(path, seed)
+        _spread(path, seed, {"sink_bias": 2.0, "bias": 0.3, "sinks": 2.0})
+    if family in _NORMED:
+        _spread(path, seed, _NORMED[family])
     (path / "tokenizer.json").write_text(_tokenizer())
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -155,14 +206,14 @@ def _add_streams(path: Path, hc_mult: Any, seed: int) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-def _add_biases(path: Path, seed: int) -> None:
-    """Replace the biases of the model in `path`, which transformers leaves at zero, and spread its sinks."""
+def _spread(path: Path, seed: int, scales: dict[str, float]) -> None:
+    """Replace tensors of the model in `path`, by the ends of their names, which transformers leaves at one value."""
     import torch
 
     tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
     for name in sorted(tensors):
-        if name.endswith(("bias", "sinks")):
-            scale = 2.0 if name.endswith("sinks") else 0.3
+        scale = next((scale for end, scale in scales.items() if name.endswith(end)), None)
+        if scale is not None:
             tensors[name] = scale * torch.randn(tensors[name].shape, generator=generator)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 

@@ -43,7 +43,7 @@ class Case:
 
     def __init__(
         self, query_lens, seq_lens, heads=(4, 2), head_dim=32, page_size=16, dtype=torch.float32, tree_before=None,
-        spare_columns=1, in_fp8=False,
+        spare_columns=1, in_fp8=False, value_dim=None,
     ):  # fmt: skip
         self.query_lens, self.seq_lens, (self.num_heads, self.num_kv_heads) = query_lens, seq_lens, heads
         self.page_size, self.head_dim, self.dtype = page_size, head_dim, dtype
@@ -60,6 +60,9 @@ class Case:
         self.kv, self.table = kv.to(DEVICE, dtype), table.to(DEVICE)
         if in_fp8:
             self.kv = fp8_pool(self.kv)
+        self.values = None  # a pool of their own, if `value_dim` says how wide they are
+        if value_dim is not None:
+            self.values, self.kv = self.kv[:, 1:, ..., :value_dim].contiguous(), self.kv[:, :1].contiguous()
         self.lens = torch.tensor(seq_lens, device=DEVICE)
         self.starts = torch.tensor([0, *query_lens]).cumsum(0).to(DEVICE, torch.int32)
         self.qkv = torch.randn(sum(query_lens), (heads[0] + 2 * heads[1]) * head_dim, generator=generator)
@@ -104,18 +107,18 @@ class Case:
         )
         assert plan.starts is None
         chosen = DecodeTiles.choose(self.q, self.kv, len(self.table))._replace(**tiles)
-        return decode_attention(self.q, self.kv, plan, window, chosen, sinks=sinks)
+        return decode_attention(self.q, self.kv, plan, window, chosen, sinks=sinks, values=self.values)
 
     def extend(self, window: int | None = None, sinks: torch.Tensor | None = None, **tiles: int) -> torch.Tensor:
         plan = PagedPlan.ragged(self.table, self.lens, self.starts, len(self.qkv), self.page_size)
         tiles_of = ExtendTiles.choose(self.q, self.kv)._replace(**tiles)
-        return extend_attention(self.q, self.kv, plan, window, tiles_of, sinks=sinks)
+        return extend_attention(self.q, self.kv, plan, window, tiles_of, sinks=sinks, values=self.values)
 
     def check(self, out: torch.Tensor, window: int | None = None, sinks: torch.Tensor | None = None) -> None:
         kv = fp8_numbers(self.kv).to(self.dtype) if self.kv.dtype == torch.float8_e4m3fn else self.kv
         expected = paged_attention_ref(
             self.q, kv.nan_to_num(), self.table, self.query_lens, self.seq_lens, window, self.positions, self.tree,
-            sinks=sinks,
+            sinks=sinks, values=None if self.values is None else self.values.nan_to_num(),
         )  # fmt: skip
         torch.testing.assert_close(out, expected, atol=TOLERANCE[self.dtype], rtol=TOLERANCE[self.dtype])
 

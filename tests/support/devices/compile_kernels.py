@@ -243,26 +243,31 @@ def _fp8_pages() -> None:
     from baton.kernels.attention.triton_attention import stages_that_fit, tile_keys
     from baton.kernels.state import triton_store, triton_trees
 
-    sizes = {"NUM_KV_HEADS": 8, "PAGE_SIZE": 16, "HEAD_DIM": 128}
-    for pages, block in (("*bf16", 16 * 128), (_E4M3, 16 * (128 + 4))):
-        _compiled.clear()  # both types are compared
-        types, name = _TYPES | {"kv": pages, "scales": "*fp32", "positions": "*i64"}, pages[1:]
-        layout = {**sizes, "BLOCK": block} | ({} if pages == _E4M3 else {"scales_ptr": None})
-        q = torch.empty(1, 32, 128, dtype=torch.bfloat16, device="meta")
-        tiles = {**layout, "GROUP": 4, "BLOCK_N": tile_keys(q), "BLOCK_D": 128}
+    kinds = [("*bf16", 16 * 128, 128, 128), (_E4M3, 16 * (128 + 4), 128, 128)]
+    if IS_WHOLE:
+        kinds.append(("*bf16", 16 * 192, 192, 128))  # values are narrower than keys
+    for pages, block, head_dim, value_dim in kinds:
+        _compiled.clear()  # all types are compared
+        types, padded = _TYPES | {"kv": pages, "scales": "*fp32", "positions": "*i64"}, 128 if head_dim == 128 else 256
+        layout = {"NUM_KV_HEADS": 8, "PAGE_SIZE": 16, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK": block}
+        layout |= ({} if pages == _E4M3 else {"scales_ptr": None}) | ({"v_ptr": None} if padded == 128 else {})
+        suffix = "" if padded == 128 else " narrow"
+        q = torch.empty(1, 32, head_dim, dtype=torch.bfloat16, device="meta")
+        tiles = {**layout, "GROUP": 4, "BLOCK_N": tile_keys(q), "BLOCK_D": padded}
         flags = {"IS_TREE": True, "HAS_WINDOW": True, "HAS_PARTS": True, "HAS_HIDDEN": True, "DEPENDENT": True}
         round_ = {**tiles, **flags, "BLOCK_M": 16, "MIN_SPLIT": 256}
         launch = {"num_warps": 4, "num_stages": stages_that_fit(q, tile_keys(q), 3)}
         for kv in (pages, "*u16") if pages == _E4M3 else (pages,):
-            name, types["kv"] = kv[1:], kv
+            name, types["kv"] = kv[1:] + suffix, kv
             print(f"{name} round", compiled_bytes(triton_attention._decode_kernel, round_, types, **launch))
             chunk = {**tiles, "BLOCK_M": 128, "SEQS": 32, "HAS_WINDOW": False}
-            of_chunk = {"num_warps": 8, "num_stages": 3}
+            of_chunk = {"num_warps": 8, "num_stages": 3 if padded == 128 else 2}
             print(f"{name} chunk", compiled_bytes(triton_extend._extend_kernel, chunk, types, **of_chunk))
-        name, types["kv"] = pages[1:], pages
-        stores = {**layout, "NUM_HEADS": 32, "HEADS": 16, "HALF": 64, "DEPENDENT": True, "WRITES_BACK": pages == _E4M3}
+        name, types["kv"] = pages[1:] + suffix, pages
+        stores = {**layout, "NUM_HEADS": 32, "HEADS": 16, "HALF": padded // 2, "DEPENDENT": True}
+        stores["WRITES_BACK"] = pages == _E4M3
         print(f"{name} store", compiled_bytes(triton_store._store_kernel, stores, types, num_warps=4))
-        gathers = {**layout, "KEYS": 64, "BLOCK_D": 128}
+        gathers = {**layout, "KEYS": 64, "BLOCK_D": padded}
         print(f"{name} gather", compiled_bytes(triton_history._gather_kernel, gathers, types, num_warps=4))
     types = _TYPES | {"sources": "*i64", "targets": "*i64"}
     for kv, width, block in (("*u8", 128, 16 * 132), ("*fp32", 1, 4 * 132)):

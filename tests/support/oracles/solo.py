@@ -88,6 +88,7 @@ class Solo:
         self.drafter: Drafter = self.engine.drafter
         self.executor = DeviceExecutor(self.engine, num_slots, buckets)
         self.rounds = Rounds(self.executor)
+        self._tails: dict[int, TailPages | None] = {}  # by the first page of a sequence
 
     def start(self, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 64) -> Running:
         """Compute the prompt, `chunk` tokens at a time, and sample the first token."""
@@ -106,7 +107,7 @@ class Solo:
             assert token is not None
             state.append(token)
         started = [
-            Running(len(ids), [*ids, token], len(ids), own, state)
+            Running(len(ids), [*ids, token], len(ids), own, state, tail=self._tails[own[0]])
             for ids, token, own, state in zip(prompts, tokens, pages, states, strict=True)
         ]
         draft = self._finish(started, extend)
@@ -154,7 +155,8 @@ class Solo:
         prompt, output = sequence.token_ids[: sequence.prompt_len], sequence.generated
         known_by = sequence.sampling
         sampling = SamplingState(known_by.params, prompt, output, vocab_size=known_by.vocab_size)
-        scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling)
+        tail = self._tails[pages[0]]
+        scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling, tail=tail)
         self.rounds.admit(scratch, pack_draft(self.engine.schema, self._finish([scratch], extend)))
         return scratch
 
@@ -179,7 +181,18 @@ class Solo:
                 kv[:, sequence.pages[slot // page_size], :, :, slot % page_size] = POISON
 
     def _allocate(self, num_tokens: int) -> list[int]:
-        return self.engine.pool.allocate(-(-num_tokens // self.engine.pool.page_size), Owner.REQUEST)
+        """Return pages of a sequence, which has a tail page for each if the model has any."""
+        pool = self.engine.pool
+        pages, tail = pool.allocate(-(-num_tokens // pool.page_size), Owner.REQUEST), None
+        if self.engine.tail_window:
+            tail = TailPages(pool.num_pages)
+            tail.extend(len(pages), pool.allocate_tails(len(pages), Owner.REQUEST))
+        self._tails[pages[0]] = tail
+        return pages
+
+    def _row(self, ids: Sequence[int], start: int, pages: list[int]) -> BatchRow:
+        tail = self._tails[pages[0]]
+        return BatchRow(ids, start, pages, tail=None if tail is None else tail.pages)
 
     def _compute(
         self, prompts: Sequence[Sequence[int]], pages: Sequence[list[int]], chunk: int
@@ -189,7 +202,7 @@ class Solo:
         for start in range(0, num_tokens, chunk):
             stop = min(start + chunk, num_tokens)
             computed = self.engine.compute(
-                [BatchRow(ids[start:stop], start, own) for ids, own in zip(prompts, pages, strict=True)]
+                [self._row(ids[start:stop], start, own) for ids, own in zip(prompts, pages, strict=True)]
             )
             chunks = [PromptChunk(ids, start, stop, own) for ids, own in zip(prompts, pages, strict=True)]
             with torch.inference_mode():

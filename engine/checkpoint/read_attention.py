@@ -1,0 +1,113 @@
+"""Reading of the attention that config.json describes: latents, and what only Gemma 4 or MiMo-V2-Flash has. Imports no
+torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+from .config_file import ConfigFile
+from .model_config import Gemma4Config, LatentConfig
+
+_KINDS = ("full_attention", "sliding_attention")
+_SIZES = ("num_attention_heads", "head_dim", "v_head_dim")  # alike in layers with a window, which files say with swa_
+
+
+def read_latent(raw: ConfigFile) -> LatentConfig:
+    """Read the widths of latents and heads, and the scale of the scores."""
+    num_heads = raw.integer("num_attention_heads")
+    if raw.integer("num_key_value_heads", num_heads) != num_heads:
+        raise raw.error("num_key_value_heads", f"is not served; num_attention_heads ({num_heads}) is")
+    if raw.flag("attention_bias"):
+        raise raw.error("attention_bias", "is not served; false is")
+    plain_dim, rope_dim = raw.integer("qk_nope_head_dim"), raw.integer("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise raw.error("qk_rope_head_dim", "is odd, and rotary embeddings turn pairs")
+    return LatentConfig(
+        rank=raw.integer("kv_lora_rank"),
+        query_rank=None if raw.get("q_lora_rank") is None else raw.integer("q_lora_rank"),
+        plain_dim=plain_dim,
+        rope_dim=rope_dim,
+        value_dim=raw.integer("v_head_dim"),
+        is_interleaved=raw.get("rope_interleave") is None or raw.flag("rope_interleave"),
+        scale=(plain_dim + rope_dim) ** -0.5 * _score_factor(raw),
+    )
+
+
+def _score_factor(raw: ConfigFile) -> float:
+    """Return the factor by which a stretched context scales the scores of attention."""
+    fields = raw.section("rope_parameters" if raw.get("rope_parameters") else "rope_scaling")
+    weight = fields.get("mscale_all_dim")
+    if not weight or (fields.get("rope_type") or fields.get("type") or "default") == "default":
+        return 1.0
+    factor = fields.number("factor")
+    scale = 1.0 if factor <= 1 else 0.1 * fields.number("mscale_all_dim") * math.log(factor) + 1.0
+    return scale * scale
+
+
+def read_gemma4(raw: ConfigFile) -> Gemma4Config:
+    """Read the parts beside the heads."""
+    layer_types, num_shared = raw.get("layer_types"), raw.integer("num_kv_shared_layers", 0, minimum=0)
+    if not isinstance(layer_types, list) or cast(list[Any], layer_types)[-1:] != ["full_attention"]:
+        raise raw.error("layer_types", "must be a list whose last layer is full_attention")
+    if num_shared and set(layer_types[:-num_shared]) != set(cast(list[Any], layer_types)):
+        raise raw.error("num_kv_shared_layers", "leaves no layer of some kind in layer_types with KV of its own")
+    if raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # images are not served
+        raise raw.error("use_bidirectional_attention", "is not served; null and 'vision' are")
+    if raw.flag("enable_moe_block"):
+        raise raw.error("enable_moe_block", "is not served; use a checkpoint without experts")
+    return Gemma4Config(
+        num_shared_layers=num_shared,
+        has_wide_shared_mlp=raw.flag("use_double_wide_mlp"),
+        values_are_keys=raw.flag("attention_k_eq_v"),
+        input_size=raw.integer("hidden_size_per_layer_input", 0, minimum=0),
+        input_vocab_size=raw.integer("vocab_size_per_layer_input"),
+    )
+
+
+def global_heads(raw: ConfigFile, num_kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Return the number of KV heads and the width of a head in layers without a window, of two spellings. The arguments
+    are those of layers with a window."""
+    by_layer = raw.section("per_layer_config")
+    if not raw.get("per_layer_config"):
+        own = raw.integer("num_global_key_value_heads", num_kv_heads)
+        return own if raw.flag("attention_k_eq_v") else num_kv_heads, raw.integer("global_head_dim", 512)
+    kinds = cast(list[Any], raw.get("layer_types"))
+    unbounded = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    names = {int(name): name for name in by_layer.unread() if name.isdecimal()}  # such as 05
+    layers = [by_layer.section(names.get(layer, str(layer))) for layer in unbounded]
+    found = {(each.integer("num_key_value_heads", num_kv_heads), each.integer("head_dim", head_dim)) for each in layers}
+    if by_layer.unread() or len(found) > 1:
+        raise raw.error("per_layer_config", "is not served: layers without a window, and these alone, must be alike")
+    return found.pop()
+
+
+def respell_mimo(raw: ConfigFile) -> None:
+    """Name the fields of MiMo-V2-Flash as transformers' class does, with its defaults. Published files have other
+    names, and say things of layers with a window that the class takes for granted."""
+    num_layers = raw.integer("num_hidden_layers")
+    windowed = raw.get("hybrid_layer_pattern") or [i > 0 and (i + 1) % 6 > 0 for i in range(num_layers)]
+    sparse = raw.get("moe_layer_freq") or [i > 0 for i in range(num_layers)]
+    if not isinstance(windowed, list) or not isinstance(sparse, list):
+        raise raw.error("hybrid_layer_pattern", "and moe_layer_freq must be lists with a number for each layer")
+    fields: dict[str, Any] = {
+        "layer_types": [_KINDS[bool(each)] for each in windowed],
+        "mlp_layer_types": ["sparse" if each else "dense" for each in sparse],
+        "rms_norm_eps": raw.number("layernorm_epsilon", 1e-5),
+    }
+    raw.fill(fields)
+    if raw.get("sliding_window_size") is not None:  # without the query itself
+        raw.replace({"sliding_window": raw.integer("sliding_window_size") + 1})
+    num_kv_heads = raw.integer("num_key_value_heads")
+    wanted = {name: raw.integer(name) for name in _SIZES} | {"num_key_value_heads": 2 * num_kv_heads}
+    for name, size in wanted.items():
+        if raw.get(f"swa_{name}") not in (None, size):
+            raise raw.error(f"swa_{name}", f"is not served; {size} is")
+
+
+def value_dim(raw: ConfigFile, head_dim: int) -> int | None:
+    """Return the width of values; None: that of keys."""
+    width = raw.integer("v_head_dim")
+    if width > head_dim:
+        raise raw.error("v_head_dim", f"is not served; {head_dim} (head_dim) or less is")
+    return width if width < head_dim else None

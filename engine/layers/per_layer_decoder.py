@@ -1,0 +1,105 @@
+"""The decoder layer of Gemma 4: norms on both sides of each sublayer, KV that later layers share, numbers for each
+token that are the layer's own, and a scale of the residual stream at its end.
+
+h += norm(attention.out(attention(norm(h))));  h += norm(mlp(norm(h)))
+h += norm(project(gelu(gate(h)) * numbers of the token));  h *= scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.products.norm import rms_norm
+from ..attention.context import AttentionContext, HeadNorms, LayerHeads
+from ..products.base import Rows
+from ..products.linear import Linear
+from .decoder import Residual
+from .sandwich_decoder import GeluMlp
+
+KeptKv = MutableMapping[
+    bool, Tensor
+]  # keys and values before norm and rotation of the last layer with, without a window
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharingAttention:
+    """Attention whose keys and values later layers may share. A layer without keys of its own gives those of another
+    layer to attention again. They are normed, rotated and stored as before, so the same numbers lie in the pages."""
+
+    place: int  # of its KV in the pool
+    projection: Linear  # in_size -> q_size, and behind it, if they are its own, keys and values or keys alone
+    norms: HeadNorms  # of its queries, and of the keys
+    value_norm: Tensor  # [head_dim] of ones: values are normed without weights
+    window: int | None
+    out: Linear  # q_size -> hidden_size
+    q_size: int
+    values_are_keys: bool
+    eps: float
+
+    @property
+    def reader(self) -> Linear:
+        return self.projection
+
+    def __call__(self, normed: Rows, context: AttentionContext, kept: KeptKv) -> Tensor:
+        """Return the attended values: [num_tokens, in_size] -> [num_tokens, q_size]."""
+        q, own = self.projection(normed).tensor_split((self.q_size,), dim=1)
+        is_windowed = self.window is not None
+        if own.shape[1]:
+            k, v = (own, own) if self.values_are_keys else own.chunk(2, dim=1)
+            heads = v.unflatten(1, (-1, len(self.value_norm)))
+            kept[is_windowed] = torch.cat([k, rms_norm(heads, self.value_norm, self.eps).flatten(1)], dim=1)
+        qkv = torch.cat([q, kept[is_windowed]], dim=1)
+        return context(qkv, LayerHeads(self.place, self.norms, self.window))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInput:
+    """The sublayer that adds the token's own numbers to the residual stream."""
+
+    gate: Linear  # hidden_size -> input_size
+    projection: Linear  # input_size -> hidden_size
+    norm: Tensor  # [hidden_size]
+
+    def __call__(self, hidden: Tensor, numbers: Tensor, eps: float) -> Tensor:
+        """Return what is added to `hidden` [num_tokens, hidden_size]; `numbers` [num_tokens, input_size]."""
+        gated = F.gelu(self.gate(hidden), approximate="tanh").mul_(numbers)
+        return rms_norm(self.projection(gated), self.norm, eps)
+
+
+class LayerNorms(NamedTuple):
+    """Norms before and after the sublayers, each [hidden_size]."""
+
+    before_attention: Tensor
+    after_attention: Tensor
+    before_mlp: Tensor
+    after_mlp: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerLayerDecoder:
+    """The layer."""
+
+    norms: LayerNorms
+    attention: SharingAttention
+    mlp: GeluMlp
+    input: LayerInput | None
+    scale: Tensor  # [1]
+
+    def __call__(self, stream: Residual, context: AttentionContext, kept: KeptKv, numbers: Tensor | None) -> None:
+        """Change the stream; `numbers` [num_tokens, input_size] of the tokens, if the layer has an input."""
+        norms, eps, attention = self.norms, stream.eps, self.attention
+        normed = stream.normed_for(attention.reader, norms.before_attention)
+        out = attention.out(attention(normed, context, kept))
+        stream.add_output(rms_norm(out, norms.after_attention, eps))
+        out = self.mlp(stream.normed(norms.before_mlp))
+        stream.add_output(rms_norm(out, norms.after_mlp, eps))
+        if self.input is not None:
+            assert numbers is not None, "the layer has an input"
+            stream.add_output(self.input(stream.settled(), numbers, eps))
+        stream.settled().mul_(self.scale)

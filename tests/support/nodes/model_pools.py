@@ -1,0 +1,29 @@
+"""Pools of a model outside an engine, for a single forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from baton.engine.checkpoint.model_config import VALUES, ModelConfig
+from baton.engine.state.model_pools import ModelPools
+from baton.metadata.handoff.schema.kv_layout import KvLayout, planes_of, pool_of
+from baton.metadata.wire.node_info import KvPlane
+
+
+def pools_of(
+    config: ModelConfig, page_size: int, num_pages: int, fill: float = 0.0, dtype: torch.dtype = torch.float32
+) -> ModelPools:
+    """Return the pools of `config`, full of `fill`."""
+    name = "float32" if dtype is torch.float32 else "bfloat16"
+
+    def pool(num_layers: int, planes: Sequence[KvPlane]) -> torch.Tensor:
+        layout = KvLayout.of(pool_of(num_layers, name, planes), page_size)
+        return torch.full(layout.stacked_shape(num_pages), fill, dtype=dtype)
+
+    described = config.pool(name)
+    further = {each.name: pool(each.num_layers, each.planes) for each in described.further}
+    return ModelPools(
+        pool(described.num_layers, planes_of(described)), values=further.pop(VALUES, None), further=further
+    )
