@@ -161,7 +161,7 @@ class SequencePages:
         if sequence.tail is not None:  # a prompt that was computed here held more of them
             assert sequence.lease is not None, sequence.unit
             first, surplus = sequence.tail.first, sequence.tail.shrink(self._most_tails(is_decoding=True))
-            taken = self._cache.give_tails(sequence.lease, first, surplus, pins=False) if surplus else ()
+            taken = self._give_tails(sequence, first, surplus, pins=False)
             self._cache.pool.release(page for page in surplus if page not in taken)
         if self._window is None:
             return
@@ -182,9 +182,17 @@ class SequencePages:
         self.num_releases += 1
         taken: list[int] = []
         if sequence.tail is not None:  # the text may continue behind its end
-            taken = self._cache.give_tails(sequence.lease, sequence.tail.first, sequence.tail.own)
+            taken = self._give_tails(sequence, sequence.tail.first, sequence.tail.own)
         self._free(sequence, len(sequence.pages), taken)
         sequence.give_up_pages()
+
+    def _give_tails(self, sequence: Sequence, first: int, tails: list[int], *, pins: bool = True) -> list[int]:
+        """Give tail pages of a sequence to the prefix cache, which are those of the pages of tokens from `first` on.
+        Only full pages of tokens with KV count: pages that were to be pulled may not have come. Return those that the
+        cache took."""
+        assert sequence.lease is not None, sequence.unit
+        num_full = max(0, sequence.num_computed // self._page_size - first)
+        return self._cache.give_tails(sequence.lease, first, tails[:num_full], pins=pins) if tails else []
 
     def _most_cached(self, sequence: Sequence) -> int:
         """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are

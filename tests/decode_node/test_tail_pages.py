@@ -104,6 +104,23 @@ def test_a_hit_at_a_page_edge_continues_as_if_all_had_been_computed(
         reference.assert_greedy(ids, result.ids, reference.generate(ids, 8))
 
 
+def test_tail_pages_that_have_not_come_do_not_enter_the_cache(
+    reference: Reference, make_pair: Callable[..., NodePair]
+) -> None:
+    pair, ids = make_pair(), prompt(50)
+    check(pair, reference, [ids], 30)
+    cache = pair.decode.cache
+    before = cache.match(ids), cache.match(ids, num_tails=2)
+    assert before == (12, 0), "the pages of the prompt are there, and the tail of the end of the text"
+    pair.submit("dropped", ids, params(5))
+    pair.step_until(lambda: pair.decode.scheduler.reserved)
+    [sequence] = pair.decode.scheduler.reserved.values()
+    pair.decode._drop(sequence, "cancelled")
+    assert (cache.match(ids), cache.match(ids, num_tails=2)) == before
+    del pair.results["dropped", 0]
+    check(pair, reference, [ids], 30, is_local=True)
+
+
 @pytest.mark.parametrize("is_local", [False, True])
 def test_preempted_sequences_continue_as_before(
     is_local: bool, reference: Reference, make_pair: Callable[..., NodePair]
