@@ -265,9 +265,9 @@ class Watch:
 
             return filled
 
-        def moving(block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        def moving(block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, *tails: Any) -> None:
             watch.num_moves += int((sources != targets).sum())
-            move(block_table, sources, targets)
+            move(block_table, sources, targets, *tails)
 
         rounds.submit, rounds.collect, pair.decode.executor.engine.move_kv = submitting, collecting, moving
         buckets.fill_round, buckets.fill_catch_up = filling(fill_round), filling(fill_catch_up)
