@@ -35,7 +35,7 @@ _LAST_LINE_LEN = 300
 def run(plan: Plan) -> int:
     """Start all processes, wait for a signal, stop all processes. Returns the exit status."""
     plan.check_devices()
-    plan = plan.fetched(say)
+    plan = plan.fetched(_say_before)
     plan.check_models()
     plan = plan.settled().watched()
     port = plan.router.port or free_port(plan.router.host)
@@ -54,6 +54,12 @@ def run(plan: Plan) -> int:
     finally:
         if secured.keys_dir is not None:  # no process is left that reads the keys
             shutil.rmtree(secured.keys_dir, ignore_errors=True)
+
+
+def _say_before(text: str) -> None:
+    """Print an event of the time before processes start, and ask the service manager for more time."""
+    say(text)
+    notify("starting", text)
 
 
 class CurrentKey:

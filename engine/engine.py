@@ -30,6 +30,7 @@ from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
 from .attention.context import AttentionContext
 from .attention.latent_pieces import is_faster, piece_size
+from .attention.paged import longest_rehearsal
 from .background import begin
 from .checkpoint.fingerprint import fingerprint, fingerprint_of
 from .checkpoint.hub import name_of
@@ -98,6 +99,7 @@ class Engine:
         self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
+        _check_tried(self.device, self.model_config, self.speculation.draft)
         # a drafter with frozen layers reads KV of any position of any layer; pools on a GPU have no tail pages yet
         if not self.speculation.frozen_layers and not self.kind.is_apart:
             self.model_config = self.model_config.with_tail()
@@ -323,7 +325,10 @@ class Engine:
         config, num_seqs = self._ranks.own(self.model_config), 1
         if not self.captures:
             return
-        if config.latent is not None:
+        if config.index is not None:
+            num_before = min(context_len, longest_rehearsal(config.index, num_tokens)) - num_tokens
+            takes = num_before > 0
+        elif config.latent is not None:
             most = piece_size(config.latent, config.num_heads, self.kv.itemsize) + page_size
             num_seqs = -(-most // context_len)
             num_tokens = num_tokens // num_seqs
@@ -357,6 +362,11 @@ class Engine:
     def announce(self, num_rows: int) -> None:
         """Say that a forward of `num_rows` rows comes next, on every rank of the node that has sequences of its own."""
         self._ranks.announce(num_rows)
+
+    def end_forward(self) -> None:
+        """A forward of the target is submitted, directly or as a graph, as `GroupSteps.end_forward`."""
+        if self._ranks.steps is not None:
+            self._ranks.steps.end_forward()
 
     @property
     def row_shares(self) -> RowShares | None:
@@ -437,6 +447,8 @@ class Engine:
         computed = None
         if self._prompt_graphs is not None and len(set(self.lens)) <= 1:  # a graph has as many rows of each rank
             computed = self._prompt_graphs.compute(rows, *self.lens[:1])
+        if computed is not None:
+            self.end_forward()
         return computed or self.compute_batch(ForwardBatch.build(rows, self.pool.page_size, self.device))
 
     def has_room(self, num_rows: int) -> bool:
@@ -473,6 +485,7 @@ class Engine:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
         states = self.model.forward_with_aux(batch, self.target_pools, self.speculation.aux_layers)
+        self.end_forward()
         match self.speculation.hidden.extend:
             case None:
                 return None, states.final
@@ -515,7 +528,7 @@ class Engine:
         targets: torch.Tensor,
         tail_table: torch.Tensor | None = None,
     ) -> None:
-        """What the target's pools hold of slots `sources` into slots `targets`, as `move_slots_ref_`."""
+        """Copy slots `sources` into slots `targets` in every pool of the target, as `move_slots_ref_` does in one."""
         target = self.target_pools
         tails = [target.further[name] for name in (WINDOW_POOL, WINDOW_VALUES) if name in target.further]
         for pool in target.all:
@@ -539,6 +552,13 @@ def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, specul
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
     target = model.pool(dtype, config.kv_dtype)
     return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
+
+
+def _check_tried(device: torch.device, *configs: ModelConfig | None) -> None:
+    """Raise ConfigError if target or draft need kernels that have not run on a GPU."""
+    for config in configs if device.type == "cuda" else ():
+        if config is not None and (untried := config.untried_on_gpu):
+            raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
 
 
 def _check_size(num_pages: int) -> None:

@@ -14,7 +14,7 @@ from ..metadata.bus.allow_list import RANK, ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
 from ..metadata.bus.sockets import new_epoch as new_epoch
-from ..metadata.errors import ConfigError, Refused
+from ..metadata.errors import ConfigError, RankLost, Refused
 from ..metadata.garbage import Garbage
 from ..metadata.handoff.endpoint import Endpoint
 from ..metadata.handoff.schema.schema import further_pools, needed_protocol, pool_words
@@ -31,6 +31,7 @@ from .engine import Engine, default_node_id, use_threads
 from .progress import ProgressBar
 from .ranks.processes import RankProcesses
 from .ranks.ranks import ONE_RANK, Ranks
+from .ranks.steps import GroupSteps
 from .state.memory_share import fit_pools, memory_to_start, rehearsal_pages
 from .tuning.tuning import share_choices, tune, use_file
 
@@ -114,11 +115,16 @@ def serve(
     if steps is not None:
         steps.begin_service()
     try:
-        while not membership.is_over or (steps is not None and node.is_idle and not steps.is_over):
-            if ranks is not None:
-                ranks.check()
-            with nullcontext() if ranks is None else ranks.surviving():
-                is_busy = node.step() if steps is None else steps.run(node.step, membership)
+        while not _is_over(membership, node, steps):
+            try:
+                if ranks is not None:
+                    ranks.check()
+                with nullcontext() if ranks is None else ranks.surviving():
+                    is_busy = node.step() if steps is None else steps.run(node.step, membership)
+            except RankLost:
+                if steps is None or not steps.board.is_over:
+                    raise
+                break  # a request came as the others left: it moves to another node
             membership.report()
             garbage.look(time.monotonic(), is_idle=node.is_idle)
             if not is_busy:
@@ -131,6 +137,14 @@ def serve(
         membership.close()
         node.handoff.close()
     return 0
+
+
+def _is_over(membership: Membership, node: ServedNode, steps: GroupSteps | None) -> bool:
+    """Return whether the node may exit. Ranks that step together exit together, or when their time to drain is over."""
+    is_over = membership.is_over
+    if steps is None or not membership.is_leaving or (is_over and not node.is_idle):
+        return is_over
+    return steps.finish(is_idle=is_over)
 
 
 def make_membership(

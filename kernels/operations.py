@@ -83,6 +83,10 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "turn_latents": (_triton("attention.triton_latent_heads"),),
         "latent_attention": (_triton("attention.triton_latents"),),
         "expanded_attention": (_triton("attention.triton_expanded"),),
+        # picks.py
+        "index_scores": (_numba("attention.numba_picks"),),
+        "paged_index_scores": (_triton("attention.triton_picks"),),
+        "paged_picks": (_triton("attention.triton_picks"),),
         # history.py
         "gather_keys": (_triton("attention.triton_history", _FLOATS | _FP8),),
         "join_parts": (_triton("attention.triton_history", _FLOATS),),

@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton_device  # before triton is imported, by transformers for one
 from checkpoints import make_checkpoint
+from thinned import is_whole, pairs
 
 CheckpointFactory = Callable[..., Path]
 
@@ -26,10 +27,35 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if "BATON_WHOLE_MATRIX" not in os.environ:
-        for item in items:
-            if item.get_closest_marker("whole"):
-                item.add_marker(pytest.mark.skip(reason="takes long; runs with BATON_WHOLE_MATRIX=1"))
+    if is_whole():
+        return
+    _thin(items)
+    for item in items:
+        if item.get_closest_marker("whole"):
+            item.add_marker(pytest.mark.skip(reason="takes long; runs with BATON_WHOLE_MATRIX=1"))
+
+
+def _thin(items: list[pytest.Item]) -> None:
+    """Mark cells of matrices with three axes or more as `whole`, but for those that `pairs` chooses."""
+    matrices: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("whole"):
+            matrices.setdefault((str(item.path), item.originalname), []).append(item)
+    for cells in matrices.values():
+        axes = _axes(cells[0])
+        if len(axes) > 2:
+            kept = pairs(
+                [tuple(tuple(id(each.callspec.params[name]) for name in axis) for axis in axes) for each in cells]
+            )
+            for i in set(range(len(cells))) - kept:
+                cells[i].add_marker(pytest.mark.whole)
+
+
+def _axes(item: pytest.Function) -> list[list[str]]:
+    """Return the parameters of each list of values: of each `parametrize`, and of each fixture that has some."""
+    marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    axes = [mark.replace(" ", "").split(",") if isinstance(mark, str) else list(mark) for mark in marks]
+    return axes + [[name] for name in item.callspec.params if not any(name in axis for axis in axes)]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,8 +18,8 @@ _NAME_LEN = 12
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The result of one check. `what` states the fact and `mend` the remedy, in a sentence each. `mend` is empty if
-    nothing is wrong, or if `what` is an error message that names the remedy. `check` is the name of the check."""
+    """The result of one check: the fact and the remedy, in a sentence each. The remedy is empty if nothing is wrong, or
+    if the fact is an error message that names it."""
 
     level: Level
     what: str

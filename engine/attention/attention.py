@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -37,11 +37,12 @@ from ...kernels.attention.paged_rows import PagedRows, attend, attend_stored
 from ...kernels.operations import Kind, reader
 from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_, turns
-from ..checkpoint.model_config import ModelConfig, RopeConfig
+from ..checkpoint.model_config import INDEX, ModelConfig, RopeConfig
 from ..rounds.batch import ForwardBatch, JointBatch
 from ..state.model_pools import ModelPools
 from .context import AttentionContext, CosSin, FurtherPools, IdleAttention, LayerHeads, ScaledQueries
 from .paged import begin_paged, paged_queries
+from .picked import PickedAttention
 from .pool_rows import PoolRows
 
 _Queries = Callable[[torch.Tensor, int], torch.Tensor]
@@ -100,7 +101,13 @@ def _begin_compiled(config: ModelConfig, batch: ForwardBatch, pools: ModelPools,
     if is_long or pools.values is not None:
         return _begin_gathered(config, batch, pools, cos_sin)
     rows = PagedRows.build(cos_sin, batch.block_table, batch.query_lens, batch.seq_lens, batch.positions, batch.tree)
-    return _CompiledAttention(config, rows, pools.kv.numpy())
+    kv = pools.kv.numpy()
+    if config.index is None:
+        return _CompiledAttention(config, rows, kv)
+    keys = pools.further[INDEX]
+    return PickedAttention.of(
+        config.index, batch, cos_sin, keys, lambda seen: _CompiledAttention(config, rows.seeing(seen), kv)
+    )
 
 
 def _begin_gathered(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
@@ -110,7 +117,13 @@ def _begin_gathered(config: ModelConfig, batch: ForwardBatch, pools: ModelPools,
     clear_fresh_pages(kv, plan)
     if pools.values is not None:
         clear_fresh_pages(pools.values, plan)
-    return _GatheredAttention(config, plan, kv.unbind(0), pools.value_layers, *cos_sin)
+    context = _GatheredAttention(config, plan, kv.unbind(0), pools.value_layers, *cos_sin)
+    if config.index is None:
+        return context
+    keys = pools.further[INDEX]
+    return PickedAttention.of(
+        config.index, batch, cos_sin, keys, lambda seen: replace(context, plan=plan.seeing(seen, cos_sin[0].dtype))
+    )
 
 
 def _compiled_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> _Queries:
@@ -140,9 +153,7 @@ class _GatheredAttention(AttentionContext):
     config: ModelConfig
     plan: AttentionPlan
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, num_planes, num_kv_heads, page_size, head_dim]
-    values: (
-        tuple[torch.Tensor, ...] | None
-    )  # each [num_pages, 1, num_kv_heads, page_size, value_dim]; None: in kv_layers
+    values: tuple[torch.Tensor, ...] | None  # [num_pages, 1, num_kv_heads, page_size, value_dim]; None: beside keys
     cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
     sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
 

@@ -51,6 +51,15 @@ class AttentionContext(ABC):
         attended = self(joined.flatten(1), LayerHeads(index)).unflatten(1, (q.shape[1], -1))
         return latent_values(attended[..., : weights.rank], weights)
 
+    def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
+        """Store the index keys of new tokens in layer `index` of their pool, and choose the tokens that the following
+        calls of `attend_latents` see (kernels/attention/picks.py).
+
+        `q` [num_tokens, num_index_heads, index_head_dim] and `k` [num_tokens, index_head_dim] are not rotated yet, and
+        may be overwritten. `weights` is [num_tokens, num_index_heads] float32."""
+        del index, q, k, weights
+        raise AssertionError(f"{type(self).__name__} attends to all tokens")
+
     @property
     def further(self) -> PoolRows:
         """The rows of the forward's tokens in the pools beside that of KV. A model without such pools has none."""
@@ -111,6 +120,9 @@ class FurtherPools(AttentionContext):
     def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         return self.inner.attend_latents(index, q, stored, weights)
 
+    def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
+        self.inner.pick(index, q, k, weights)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdleAttention(AttentionContext):
@@ -122,6 +134,10 @@ class IdleAttention(AttentionContext):
         del heads
         assert len(qkv) == 0, qkv.shape
         return qkv[:, : self.q_size]
+
+    def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
+        del index, k, weights
+        assert len(q) == 0, q.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +153,11 @@ class _JointAttention(AttentionContext):
         first, second = qkv.tensor_split((self.num_first,))
         of_second = self.second(second, heads)
         return torch.cat([self.first(first, heads), of_second])
+
+    def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
+        own, other = zip(*(each.tensor_split((self.num_first,)) for each in (q, k, weights)), strict=True)
+        self.second.pick(index, *other)
+        self.first.pick(index, *own)
 
     def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
         (q, other_q), (stored, other) = q.tensor_split((self.num_first,)), stored.tensor_split((self.num_first,))

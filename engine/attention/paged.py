@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,25 +16,38 @@ from ...kernels.attention.latents import (
     turn_latents,
 )
 from ...kernels.attention.paged_plan import PagedPlan, decode_attention, extend_attention, norm_rotate_store
-from ..checkpoint.model_config import ModelConfig
+from ...kernels.attention.picks import PagedSight, PickedRows, paged_index_scores, paged_picks
+from ..checkpoint.model_config import INDEX, IndexConfig, ModelConfig
 from ..rounds.batch import ForwardBatch
 from ..state.model_pools import ModelPools
 from .context import AttentionContext, CosSin, LayerHeads
 from .latent_pieces import LatentPieces
+from .picked import rotate_index_
 from .prompt_pieces import PromptPieces
+
+_SCORE_BYTES = 256 << 20  # of the index scores of a piece of a prompt
 
 
 def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos_sin: CosSin) -> AttentionContext:
     """Return the context by kernels that read pages in place. Arguments are as in `begin_compiled`."""
-    (cos, sin), kv = cos_sin, pools.kv
+    kv, (cos, sin) = pools.kv, cos_sin
     kv_layers = kv.unbind(0)
     if config.latent is not None:
         plan = _plan(batch)
+        if config.index is not None:
+            turns, sight = Turns(cos, sin, plan.new_rows), PagedSight.of(plan, batch.num_tokens)
+            return _PagedPicks(config, plan, turns, sight, kv_layers, pools.further[INDEX])
         pieces = LatentPieces.of(batch, config.latent, config.num_heads, kv.itemsize)
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
     fuses = set(config.sliding_window) == {None} and not config.has_sinks  # torch's fused attention has none
     prompts = PromptPieces.of(batch, kv, cos.dtype) if fuses else None
     return _PagedAttention(config, _plan(batch), prompts, kv_layers, pools.value_layers, cos, sin)
+
+
+def longest_rehearsal(index: IndexConfig, num_tokens: int) -> int:
+    """Return how many tokens a chunk of `num_tokens` sees when its picks need most working memory: more do not add to
+    it."""
+    return max(index.num_picks, _SCORE_BYTES // (4 * num_tokens)) + num_tokens
 
 
 def paged_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
@@ -62,9 +75,7 @@ class _PagedAttention(AttentionContext):
     plan: PagedPlan
     prompts: PromptPieces | None
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
-    values: (
-        tuple[torch.Tensor, ...] | None
-    )  # each [num_pages, 1, num_kv_heads, page_size, value_dim]; None: in kv_layers
+    values: tuple[torch.Tensor, ...] | None  # [num_pages, 1, num_kv_heads, page_size, value_dim]; None: beside keys
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
 
@@ -141,3 +152,45 @@ class _PagedLatents(AttentionContext):
             return self.pieces.attend(q, latents, kv_layer, weights, self.scale)
         heads = absorb_latents(q, stored, weights, self.turns, kv_layer)
         return latent_values(latent_attention(heads, kv_layer, self.plan, weights.rank, self.scale), weights)
+
+
+@dataclass(slots=True, eq=False)
+class _PagedPicks(AttentionContext):
+    """Sparse attention: to each token, the slots that it takes are a sequence of pages of one slot."""
+
+    config: ModelConfig
+    plan: PagedPlan
+    turns: Turns
+    sight: PagedSight
+    kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 1, 1, page_size, rank + rope_dim]
+    keys: torch.Tensor  # the pool of index keys, [num_index_layers, num_pages, 1, 1, page_size, index_head_dim]
+    _picked: PagedPlan | None = field(default=None, init=False)
+
+    def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
+        assert self.config.index is not None, self.config
+        keys, num_picks, num_tokens = self.keys[index], self.config.index.num_picks, len(q)
+        rotate_index_(q, k, (self.turns.cos, self.turns.sin))
+        rows = self.plan.new_rows.clamp(min=0)  # a token without a place goes to the padding page
+        keys.view(-1, keys.shape[-1]).index_copy_(0, rows, k)
+        num_slots = self.plan.block_table.shape[1] * keys.shape[3]
+        out = PickedRows(
+            torch.empty((num_tokens, min(num_picks, num_slots)), dtype=torch.int64, device=q.device),
+            torch.empty(num_tokens, dtype=torch.int64, device=q.device),
+        )
+        piece = max(1, _SCORE_BYTES // (4 * num_slots))
+        for first in range(0, num_tokens, piece):
+            tokens = range(first, min(first + piece, num_tokens))
+            scores = paged_index_scores(q, weights, keys, self.plan, self.sight, tokens)
+            paged_picks(scores, self.plan, self.sight, tokens, keys.shape[3], num_picks, out)
+        self._picked = PagedPlan(out.rows, out.counts, None, 1, None, None, None, None)
+
+    def __call__(self, *_: object, **__: object) -> torch.Tensor:
+        raise AssertionError("a layer of latents asks `attend_latents`")
+
+    def attend_latents(self, index: int, q: torch.Tensor, stored: torch.Tensor, weights: LatentWeights) -> torch.Tensor:
+        assert self._picked is not None and self.config.latent is not None, "a layer without an indexer is the first"
+        kv_layer = self.kv_layers[index]
+        heads = absorb_latents(q, stored, weights, self.turns, kv_layer)
+        slots = kv_layer.view(-1, 1, 1, 1, kv_layer.shape[4])
+        attended = latent_attention(heads, slots, self._picked, weights.rank, self.config.latent.scale)
+        return latent_values(attended, weights)

@@ -95,6 +95,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # by model_type
 THETAS: Mapping[str, float | None] = {  # rope_theta, if it is not 10,000; None: the file must say it
     "gemma3_text": 1e6,
     "gemma4_text": 1e6,
+    "mimo_v2_flash": 5e6,
     "ministral3": None,
     "qwen2_vl_text": 1e6,
     "qwen2_5_vl_text": 1e6,

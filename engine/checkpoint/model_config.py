@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "proportional")
+INDEX = "index"  # the further pool of index keys
 WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 
 
@@ -91,6 +92,19 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexConfig:
+    """The indexers of a model with sparse attention (DSA, DeepSeek-V3.2): which tokens a token attends to.
+
+    A layer with an indexer keeps a key per token, in the further pool INDEX. Its queries choose the `num_picks` tokens
+    of the best scores. The layers behind it, up to the next one with an indexer, attend to the same tokens."""
+
+    num_heads: int
+    head_dim: int
+    num_picks: int  # tokens that a token attends to, at most
+    is_interleaved: bool  # the checkpoint has numbers that are rotated together side by side; else in two halves
+
+
+@dataclass(frozen=True, slots=True)
 class Gemma4Config:
     """Parts that only Gemma 4 has."""
 
@@ -155,6 +169,7 @@ class ModelConfig:
     has_wide_norms: bool = False  # q and k are normalised over all heads together before rotation
     latent: LatentConfig | None = None  # None: heads have keys and values of their own
     has_sinks: bool = False  # each query head has a score without a value
+    index: IndexConfig | None = None  # None: a token attends to all tokens before it
     norm_offset: float | None = None  # norms multiply in float32, by weight + this; None: in the model's dtype
     score_scale: float | None = None  # of scores, which the weights of the queries' norm hold; None: by head_dim
     window: WindowConfig | None = None  # None: layers with a window are as the others
@@ -178,6 +193,15 @@ class ModelConfig:
     def handoff_hidden_size(self) -> int:
         """Width of the state that the target hands to a drafter: all streams, or the state that they collapse to."""
         return self.hidden_size if self.hands_over_collapsed else self.spec_hidden_size
+
+    @property
+    def untried_on_gpu(self) -> str | None:
+        """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
+        if self.index is not None:
+            return "attention to the tokens that an indexer picks"
+        if self.value_dim is not None:
+            return "attention with values narrower than keys"
+        return "attention with heads of more than 256 numbers" if self.latent is None and self.head_dim > 256 else None
 
     @property
     def q_size(self) -> int:
@@ -241,8 +265,10 @@ class ModelConfig:
 
     def kv_place(self, layer: int) -> int:
         """Return the index of a layer's KV in its pool: of its own, or of that which it shares."""
-        stored = self._stored(is_windowed=self.sliding_window[layer] is not None)
-        return stored.index(layer) if layer in stored else len(stored) - 1
+        is_windowed = self.sliding_window[layer] is not None
+        stored = self._stored(is_windowed=is_windowed)
+        alike = [each for each in stored if (self.sliding_window[each] is not None) == is_windowed]
+        return stored.index(layer if layer in stored else alike[-1])
 
     def _stored(self, *, is_windowed: bool) -> list[int]:
         """Return the layers that have KV of their own in the pool of such layers."""
@@ -290,6 +316,11 @@ class ModelConfig:
             ]
         return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
+    def of_prediction_layers(self, num_layers: int) -> ModelConfig:
+        """Return the configuration of `num_layers` prediction layers, each like the model's last one."""
+        further = tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
+        return replace(self, num_layers=num_layers, sliding_window=(None,) * num_layers, further=further)
+
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another
         expert, or of another of two FP8 numbers."""
@@ -319,4 +350,15 @@ class ModelConfig:
             queries = latent.query_rank * (self.hidden_size + self.num_heads * query_dim)
         of_heads = self.num_heads * latent.rank * (latent.plain_dim + latent.value_dim)
         out = self.num_heads * latent.value_dim * self.hidden_size
-        return queries + self.hidden_size * self.kv_size + of_heads + out
+        return queries + self.hidden_size * self.kv_size + of_heads + out + self._index_products
+
+    @property
+    def _index_products(self) -> int:
+        """The same of the indexers, spread over all layers."""
+        index, latent = self.index, self.latent
+        if index is None or latent is None or latent.query_rank is None:
+            return 0
+        of_one = latent.query_rank * index.num_heads * index.head_dim + self.hidden_size * (
+            index.head_dim + index.num_heads
+        )
+        return of_one * sum(self.place(INDEX, layer) is not None for layer in range(self.num_layers)) // self.num_layers

@@ -1,5 +1,5 @@
-"""Reading of the attention that config.json describes: latents, and what only Gemma 4 or MiMo-V2-Flash has. Imports no
-torch."""
+"""Reading of the attention that config.json describes: latents, indexers, and what only Gemma 4 or MiMo-V2-Flash has.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 from typing import Any, cast
 
 from .config_file import ConfigFile
-from .model_config import Gemma4Config, LatentConfig
+from .model_config import INDEX, Further, Gemma4Config, IndexConfig, LatentConfig
+
+_LETTERS = {"F": "full", "S": "shared"}  # of index_topk_pattern
 
 _KINDS = ("full_attention", "sliding_attention")
 _SIZES = ("num_attention_heads", "head_dim", "v_head_dim")  # alike in layers with a window, which files say with swa_
@@ -45,6 +47,47 @@ def _score_factor(raw: ConfigFile) -> float:
     return scale * scale
 
 
+def read_index(raw: ConfigFile, *, is_interleaved: bool) -> IndexConfig:
+    """Read the indexers. `is_interleaved`: what the family means if the file does not say how keys are rotated."""
+    rope_dim, head_dim = raw.integer("qk_rope_head_dim"), raw.integer("index_head_dim")
+    is_told = "indexer_rope_interleave"
+    if head_dim < rope_dim:
+        raise raw.error("index_head_dim", f"is less than qk_rope_head_dim ({rope_dim}), which is rotated")
+    if raw.get("q_lora_rank") is None:
+        raise raw.error("q_lora_rank", "is not served; indexers read the latent of queries", value="null")
+    return IndexConfig(
+        num_heads=raw.integer("index_n_heads"),
+        head_dim=head_dim,
+        num_picks=raw.integer("index_topk"),
+        is_interleaved=is_interleaved if raw.get(is_told) is None else raw.flag(is_told),
+    )
+
+
+def read_index_keys(raw: ConfigFile, *, may_share: bool = False) -> tuple[Further, ...]:
+    """Read the pool of index keys. `may_share`: some layers may use the picks of a layer before them, and have none."""
+    types = _index_types(raw) if may_share else None
+    layers = tuple(i for i in range(raw.integer("num_hidden_layers")) if types is None or types[i] == "full")
+    return (Further(INDEX, layers, raw.integer("index_head_dim")),)
+
+
+def _index_types(raw: ConfigFile) -> list[str]:
+    """Return the kind of each layer: listed, as a pattern of letters, or every so many layers."""
+    num_layers = raw.integer("num_hidden_layers")
+    key = "indexer_types" if raw.get("indexer_types") is not None else "index_topk_pattern"
+    listed: Any = raw.get(key)
+    if listed is None:
+        step, offset = raw.integer("index_topk_freq", 1), raw.integer("index_skip_topk_offset", 2, minimum=0)
+        types = ["shared" if max(i - offset + 1, 0) % step else "full" for i in range(num_layers)]
+    else:
+        letters = cast(list[Any], [*listed] if isinstance(listed, list | str) else [])
+        types = [_LETTERS.get(str(each), str(each)) for each in letters]
+        if len(types) != num_layers or not set(types) <= {"full", "shared"}:
+            raise raw.error(key, f"must list {num_layers} layers, each full or shared")
+    if types[0] != "full":
+        raise raw.error(key, "lets the first layer share picks, but no layer before it has any")
+    return types
+
+
 def read_gemma4(raw: ConfigFile) -> Gemma4Config:
     """Read the parts beside the heads."""
     layer_types, num_shared = raw.get("layer_types"), raw.integer("num_kv_shared_layers", 0, minimum=0)
@@ -56,6 +99,10 @@ def read_gemma4(raw: ConfigFile) -> Gemma4Config:
         raise raw.error("use_bidirectional_attention", "is not served; null and 'vision' are")
     if raw.flag("enable_moe_block"):
         raise raw.error("enable_moe_block", "is not served; use a checkpoint without experts")
+    if not raw.get("rope_parameters"):
+        raise raw.error("rope_parameters", "is not served; write those of full_attention and sliding_attention into it")
+    if raw.integer("vocab_size_per_layer_input") < raw.integer("vocab_size"):
+        raise raw.error("vocab_size_per_layer_input", f"is less than vocab_size ({raw.integer('vocab_size')})")
     return Gemma4Config(
         num_shared_layers=num_shared,
         has_wide_shared_mlp=raw.flag("use_double_wide_mlp"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from ...metadata.errors import ModelError
 from ..models.families import FAMILIES
@@ -15,6 +15,8 @@ from .known_fields import refuse_unknown_fields
 from .model_config import (
     ROPE_TYPES,
     CheckpointDtype,
+    Gemma4Config,
+    LatentConfig,
     ModelConfig,
     RopeConfig,
     RopeType,
@@ -36,39 +38,20 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     Raises ModelError, naming the value and what to do, for a directory or file that is missing or damaged, and for
     every architecture, feature or field that Baton does not compute."""
     path = Path(path)
-    if not path.is_dir():
-        raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
-    raw = ConfigFile(path / "config.json")
-    family = _family(raw, architecture)
-    if architecture is None and raw.model_type in family.text_types:
-        raw.fill(CLASS_DEFAULTS.get(raw.model_type, {}))
-    if family.respell is not None:
-        family.respell(raw)
-    _check_supported(raw, family)
+    raw, family = _open(path, architecture)
     raw.integer("num_nextn_predict_layers", 0, minimum=0)  # a drafter is chosen by it, without a check
-    num_heads = raw.integer("num_attention_heads")
-    hidden_size = raw.integer("hidden_size")
-    latent = None if family.read_latent is None else family.read_latent(raw)
-    if latent is None:
-        num_kv_heads, head_dim = _heads(raw, num_heads, hidden_size)
-    else:
-        num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
-    of_window = family.window_head_factor * num_kv_heads, head_dim
-    gemma4 = None if family.read_gemma4 is None else family.read_gemma4(raw)
-    if gemma4 is not None:
-        num_kv_heads, head_dim = global_heads(raw, num_kv_heads, head_dim)
-    window = _window(raw, family, of_window, has_pool=of_window != (num_kv_heads, head_dim))
+    heads = _attention_heads(raw, family)
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
     config = ModelConfig(
         architecture=family.architecture,
         vocab_size=raw.integer("vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=raw.integer("hidden_size"),
         intermediate_size=raw.integer("intermediate_size"),
         num_layers=raw.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_heads=raw.integer("num_attention_heads"),
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         context_len=_context_len(raw, rope),
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
         rope=rope,
@@ -85,33 +68,92 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         hands_over_collapsed=family.hands_over_collapsed,
         experts=None if family.read_experts is None else family.read_experts(raw),
         quantization=read_quantization(raw, path),
-        rotary_dim=_rotary_dim(raw, family, rope, head_dim),
+        rotary_dim=_rotary_dim(raw, family, rope, heads.head_dim),
         has_wide_norms=family.has_wide_norms,
-        latent=latent,
+        latent=heads.latent,
         has_sinks=family.has_sinks,
+        index=None if family.read_index is None else family.read_index(raw),
         norm_offset=family.norm_offset,
         score_scale=_score_scale(raw, family),
-        window=window,
-        gemma4=gemma4,
+        window=heads.window,
+        gemma4=heads.gemma4,
         softcap=_softcap(raw, family),
         value_scale=1.0 if family.value_dim is None else raw.number("attention_value_scale", 1.0),
-        value_dim=None if family.value_dim is None else family.value_dim(raw, head_dim),
+        value_dim=None if family.value_dim is None else family.value_dim(raw, heads.head_dim),
         further=() if family.read_further is None else family.read_further(raw),
     )
+    _check_blocks(raw, config)
     if architecture is None:
         refuse_unknown_fields(raw, family)
     return config
+
+
+def _open(path: Path, architecture: str | None) -> tuple[ConfigFile, ModelFamily]:
+    """Return config.json, with the fields as transformers' class names them, and its family."""
+    if not path.is_dir():
+        raise ModelError(f"model directory {path} does not exist; give one with config.json and *.safetensors")
+    raw = ConfigFile(path / "config.json")
+    family = _family(raw, architecture)
+    if architecture is None and raw.model_type in family.text_types:
+        raw.fill(CLASS_DEFAULTS.get(raw.model_type, {}))
+    if family.respell is not None:
+        family.respell(raw)
+    _check_supported(raw, family)
+    return raw, family
+
+
+class _Heads(NamedTuple):
+    """Heads of layers without a window, or of all layers, and the parts that say how other layers differ."""
+
+    num_kv_heads: int
+    head_dim: int
+    latent: LatentConfig | None
+    window: WindowConfig | None
+    gemma4: Gemma4Config | None
+
+
+def _attention_heads(raw: ConfigFile, family: ModelFamily) -> _Heads:
+    num_heads = raw.integer("num_attention_heads")
+    latent = None if family.read_latent is None else family.read_latent(raw)
+    if latent is None:
+        num_kv_heads, head_dim = _heads(raw, num_heads, raw.integer("hidden_size"))
+    else:
+        num_kv_heads, head_dim = 1, latent.rank + latent.rope_dim
+    of_window = family.window_head_factor * num_kv_heads, head_dim
+    gemma4 = None if family.read_gemma4 is None else family.read_gemma4(raw)
+    if gemma4 is not None:
+        num_kv_heads, head_dim = global_heads(raw, num_kv_heads, head_dim)
+        _check_heads(raw, num_heads, num_global_key_value_heads=num_kv_heads, global_head_dim=head_dim)
+    window = _window(raw, family, of_window, has_pool=of_window != (num_kv_heads, head_dim))
+    return _Heads(num_kv_heads, head_dim, latent, window, gemma4)
+
+
+def _check_blocks(raw: ConfigFile, config: ModelConfig) -> None:
+    """Refuse a head whose rotated rows, which are put into another order, would leave their block of 128 rows."""
+    is_in_blocks = config.quantization is not None and config.quantization.weight_scale == "blocks"
+    if is_in_blocks and config.rotary_dim and 128 % config.head_dim and config.head_dim % 128:
+        raise raw.error(
+            "quantization_config",
+            f"scales blocks of 128 rows, which heads of {config.head_dim} numbers cut; use a checkpoint in 16 bits",
+            value="fp8",
+        )
 
 
 def _heads(raw: ConfigFile, num_heads: int, hidden_size: int) -> tuple[int, int]:
     """Return the number of KV heads and the width of a head."""
     num_kv_heads = raw.integer("num_key_value_heads", num_heads)
     head_dim = raw.integer("head_dim", hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise raw.error("num_key_value_heads", f"does not divide num_attention_heads ({num_heads})")
-    if head_dim % 2:
-        raise raw.error("head_dim", "is odd, and rotary embeddings turn pairs", value=head_dim)
+    _check_heads(raw, num_heads, num_key_value_heads=num_kv_heads, head_dim=head_dim)
     return num_kv_heads, head_dim
+
+
+def _check_heads(raw: ConfigFile, num_heads: int, **fields: int) -> None:
+    """Check the number of KV heads and the width of a head, which are given by the names of their fields."""
+    (number, num_kv_heads), (width, head_dim) = fields.items()
+    if num_heads % num_kv_heads:
+        raise raw.error(number, f"does not divide num_attention_heads ({num_heads})", value=num_kv_heads)
+    if head_dim % 2:
+        raise raw.error(width, "is odd, and rotary embeddings turn pairs", value=head_dim)
 
 
 def _family(raw: ConfigFile, architecture: str | None) -> ModelFamily:
@@ -164,6 +206,9 @@ def _window(raw: ConfigFile, family: ModelFamily, heads: tuple[int, int], *, has
     if family.window_theta is None:
         return None
     fields = raw.section("rope_parameters").section("sliding_attention")
+    share, other = fields.get("partial_rotary_factor"), _partial(raw, _rope_fields(raw, family))
+    if family.rotary_share is not None and share not in (None, other):
+        raise fields.error("partial_rotary_factor", f"is not served; that of full_attention ({other}) is", value=share)
     if not fields.has("rope_theta"):
         fields.fill({"rope_theta": raw.number(family.window_theta_name, family.window_theta)})
     return WindowConfig(_rotation(raw, family, fields), *heads, has_pool)
@@ -297,25 +342,29 @@ def _sliding_window(raw: ConfigFile, family: ModelFamily) -> tuple[int | None, .
     if family.window == "by_type":
         period = raw.integer("sliding_window_pattern", 6)  # the last layer of a period has no window
         kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(num_layers)]
-        return _by_layer_types(raw, kinds if layer_types is None else layer_types, window, num_layers)
+        return _by_layer_types(raw, family, kinds if layer_types is None else layer_types, window)
     if family.window == "by_layer":
         window = window if raw.flag("use_sliding_window") else None
         first = raw.integer("max_window_layers", 28, minimum=0)
         windows = tuple(window if layer >= first else None for layer in range(num_layers))
-        return windows if layer_types is None else _by_layer_types(raw, layer_types, window, num_layers)
+        return windows if layer_types is None else _by_layer_types(raw, family, layer_types, window)
     if family.window == "refused" and window is not None:
         raise raw.error("sliding_window", f"is not served for {family.architecture}; set it to null if it is not meant")
     windows = (window,) * num_layers
-    if layer_types is not None and _by_layer_types(raw, layer_types, window, num_layers) != windows:
+    if layer_types is not None and _by_layer_types(raw, family, layer_types, window) != windows:
         raise raw.error("layer_types", f"is not served for {family.architecture}: all layers must be alike")
     return windows
 
 
-def _by_layer_types(raw: ConfigFile, layer_types: Any, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+def _by_layer_types(
+    raw: ConfigFile, family: ModelFamily, layer_types: Any, window: int | None
+) -> tuple[int | None, ...]:
+    num_layers = raw.integer("num_hidden_layers")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise raw.error("layer_types", f"must list {num_layers} layers")
-    if any(layer_type not in ("full_attention", "sliding_attention") for layer_type in layer_types):
-        raise raw.error("layer_types", "is not served; full_attention and sliding_attention are")
+    served = ("full_attention", "sliding_attention") if family.read_index is None else ("indexed_attention",)
+    if any(layer_type not in served for layer_type in layer_types):
+        raise raw.error("layer_types", f"is not served; {' and '.join(served)} {'is' if len(served) == 1 else 'are'}")
     if "sliding_attention" in layer_types and window is None:
         raise raw.error("layer_types", "has sliding_attention but no sliding window is switched on")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)

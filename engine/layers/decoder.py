@@ -108,8 +108,8 @@ class SelfAttention(Protocol):
     """The first half of a decoder layer."""
 
     @property
-    def reader(self) -> Linear:
-        """The first projection, which alone reads the input."""
+    def reader(self) -> Linear | None:
+        """The first projection, if it alone reads the input."""
         ...
 
     @property
@@ -159,4 +159,5 @@ class DecoderLayer:
 
     def normed(self, stream: Residual) -> Rows:
         """Return the normed stream [num_tokens, hidden_size] as the attention takes it."""
-        return stream.normed_for(self.body.attention.reader, self.norm)
+        reader = self.body.attention.reader
+        return stream.normed(self.norm) if reader is None else stream.normed_for(reader, self.norm)

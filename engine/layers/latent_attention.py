@@ -19,6 +19,7 @@ from ..attention.context import AttentionContext
 from ..checkpoint.model_config import LatentConfig
 from ..products.base import Rows
 from ..products.linear import Linear
+from .indexer import Indexer
 
 _EPS = 1e-6  # of the norms of latents, whatever config.json says of others
 
@@ -35,10 +36,11 @@ class LatentAttention:
     latent_norm: Tensor  # [rank]
     up: Tensor  # [num_heads, plain_dim + value_dim, rank], W_K above W_V
     out: Linear  # num_heads * value_dim -> hidden_size
+    indexer: Indexer | None = None  # of this layer; None: attention sees what the layer before it saw
 
     @property
-    def reader(self) -> Linear:
-        return self.down
+    def reader(self) -> Linear | None:
+        return self.down if self.indexer is None else None
 
     def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store the new tokens' latents and return the attended values: [num_tokens, hidden_size] -> [num_tokens,
@@ -46,6 +48,10 @@ class LatentAttention:
         latent = self.latent
         q, stored = self.down(normed).tensor_split([-latent.rank - latent.rope_dim], dim=1)
         if self.query_up is not None and self.query_norm is not None:
-            q = self.query_up(rms_norm(q, self.query_norm, _EPS))
+            query_latent = rms_norm(q, self.query_norm, _EPS)
+            if self.indexer is not None:
+                assert isinstance(normed, Tensor), "an indexer reads the plain input"
+                self.indexer(normed, query_latent, context)
+            q = self.query_up(query_latent)
         weights = LatentWeights(Norm(self.latent_norm, _EPS), self.up, latent.plain_dim, latent.is_interleaved)
         return context.attend_latents(self.index, q.unflatten(1, (len(self.up), -1)), stored, weights)

@@ -22,9 +22,8 @@ from ..products.linear import Linear
 from .decoder import Residual
 from .sandwich_decoder import GeluMlp
 
-KeptKv = MutableMapping[
-    bool, Tensor
-]  # keys and values before norm and rotation of the last layer with, without a window
+# Keys and values before norm and rotation of the last layer with a window (True) and without one (False).
+KeptKv = MutableMapping[bool, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,12 +1,15 @@
-"""DeepSeek-V2, V2-Lite, V3 and R1: multi-head latent attention, and mixtures of experts behind the first layers."""
+"""DeepSeek-V2, V2-Lite, V3, R1 and V3.2, and GLM-5: multi-head latent attention, in some with indexers, and mixtures of
+experts behind the first layers."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..checkpoint.model_config import LatentConfig, ModelConfig
+from ..checkpoint.model_config import INDEX, LatentConfig, ModelConfig
 from ..checkpoint.weights import Weights
 from ..layers.decoder import DecoderLayer
+from ..layers.indexer import Indexer
 from ..layers.latent_attention import LatentAttention
 from ..products.base import HEADS_IN, HEADS_OUT, Split
 from ..products.registry import plain_numbers
@@ -59,6 +62,30 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
         weights.tensor(f"{prefix}.kv_a_layernorm.weight", latent.rank),
         _read_up(latent, num_heads, weights, f"{prefix}.kv_b_proj"),
         weights.linear(f"{prefix}.o_proj", size, num_heads * latent.value_dim, bias=False, split=HEADS_IN),
+        _read_indexer(config, latent, weights, f"{prefix}.indexer", index),
+    )
+
+
+def _read_indexer(
+    config: ModelConfig, latent: LatentConfig, weights: Weights, prefix: str, layer: int
+) -> Indexer | None:
+    """Return the indexer of a layer, whole on every rank; None if the layer has none."""
+    index = config.index
+    place = None if index is None else config.place(INDEX, layer)
+    if index is None or place is None:
+        return None
+    assert latent.query_rank is not None, latent
+    return Indexer(
+        place,
+        index,
+        latent.rope_dim,
+        weights.linear(f"{prefix}.wq_b", index.num_heads * index.head_dim, latent.query_rank, bias=False),
+        weights.linear(f"{prefix}.wk", index.head_dim, config.hidden_size, bias=False),
+        (
+            weights.tensor(f"{prefix}.k_norm.weight", index.head_dim),
+            weights.tensor(f"{prefix}.k_norm.bias", index.head_dim),
+        ),
+        weights.tensor(f"{prefix}.weights_proj.weight", index.num_heads, config.hidden_size, dtype=torch.float32),
     )
 
 

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..checkpoint.read_attention import read_gemma4, read_latent, respell_mimo, value_dim
+from ..checkpoint.read_attention import (
+    read_gemma4,
+    read_index,
+    read_index_keys,
+    read_latent,
+    respell_mimo,
+    value_dim,
+)
 from ..checkpoint.read_experts import (
     read_glm_experts,
     read_gpt_oss_experts,
@@ -22,6 +29,7 @@ from .family import ModelFamily
 _SUMS = ("head_dim", "qk_head_dim")  # of widths that are read
 _LATENT_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LATENT_NEEDS = (*_LATENT_WIDTHS, "first_k_dense_replace")
+_INDEX_NEEDS = ("index_topk", "index_head_dim", "index_n_heads")
 
 LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
@@ -71,7 +79,7 @@ QWEN3 = ModelFamily(
 QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    reader="qwen3_moe.read_qwen3_moe",
+    reader="mixtures.read_qwen3_moe",
     qk_norm=True,
     needs=("num_key_value_heads", "head_dim", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     fixed={"use_qk_norm": True},
@@ -81,7 +89,7 @@ QWEN3_MOE = ModelFamily(
 GLM4_MOE = ModelFamily(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
-    reader="qwen3_moe.read_qwen3_moe",
+    reader="mixtures.read_qwen3_moe",
     has_out_bias=False,
     qk_norm="use_qk_norm",
     rotary_share=0.5,
@@ -101,7 +109,7 @@ GLM4_MOE = ModelFamily(
 MINIMAX_M2 = ModelFamily(
     architecture="MiniMaxM2ForCausalLM",
     model_type="minimax_m2",
-    reader="minimax_m2.read_minimax_m2",
+    reader="mixtures.read_minimax_m2",
     qkv_bias=False,
     has_wide_norms=True,
     rotary_share=1.0,
@@ -249,6 +257,54 @@ MISTRAL4 = ModelFamily(
     read_latent=read_latent,
     own_mtp=(),
 )
+DEEPSEEK_V32 = ModelFamily(
+    architecture="DeepseekV32ForCausalLM",
+    model_type="deepseek_v32",
+    reader="deepseek.read_deepseek",
+    needs=(
+        *_LATENT_WIDTHS,
+        *_INDEX_NEEDS,
+        "first_k_dense_replace|mlp_layer_types",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+    ),
+    inert=_SUMS,
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    read_latent=read_latent,
+    read_index=partial(read_index, is_interleaved=False),
+    read_further=read_index_keys,
+    mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
+    own_mtp=("model.layers.",),
+)
+GLM_MOE_DSA = ModelFamily(
+    architecture="GlmMoeDsaForCausalLM",
+    model_type="glm_moe_dsa",
+    reader="deepseek.read_deepseek",
+    needs=(
+        *_LATENT_WIDTHS,
+        *_INDEX_NEEDS,
+        "first_k_dense_replace|mlp_layer_types",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "rms_norm_eps",
+    ),
+    inert=(  # indexer_types has the first three; drafts may share picks, which changes no text
+        "index_topk_freq",
+        "index_topk_pattern",
+        "index_skip_topk_offset",
+        "index_share_for_mtp_iteration",
+        *_SUMS,
+    ),
+    fixed={"moe_router_dtype": "float32"},
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    read_latent=read_latent,
+    read_index=partial(read_index, is_interleaved=True),
+    read_further=partial(read_index_keys, may_share=True),
+    mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
+    own_mtp=("model.layers.",),
+)
 HYPER_LLAMA = ModelFamily(
     architecture="HyperLlamaForCausalLM",
     model_type="hyper_llama",
@@ -278,6 +334,8 @@ FAMILIES = {
         DEEPSEEK_V3,
         GLM4_MOE_LITE,
         MISTRAL4,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
         HYPER_LLAMA,
     )
 }

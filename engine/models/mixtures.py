@@ -1,4 +1,5 @@
-"""Reading of mixtures of experts: their settings in config.json, and their weights. Families differ in names."""
+"""Mixtures of experts: reading of their weights, by the names of a family, and the families that are a dense model with
+such layers: Qwen3-MoE and MiniMax-M2."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ..layers.decoder import DecoderLayer, Mlp
 from ..layers.moe import ExpertRouter, MoeMlp
 from ..products.base import INNER_IN, INNER_OUT
 from ..products.experts import ExpertSources, choose_experts_product
-from .llama import read_layer, read_mlp
+from .decoder import DecoderModel
+from .llama import read_layer, read_mlp, read_model
 
 
 class MixtureNames(NamedTuple):
@@ -72,3 +74,29 @@ def _sources(config: ModelConfig, weights: Weights, prefix: str, names: MixtureN
 def read_mixture_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> DecoderLayer:
     """Read a decoder layer with experts, whose attention and names are as Llama's."""
     return read_layer(config, weights, prefix, index, read_mixture(config, weights, f"{prefix}.mlp"))
+
+
+_MINIMAX_NAMES = MixtureNames(gate="w1", up="w3", down="w2", bias="e_score_correction_bias")
+
+
+def read_qwen3_moe(config: ModelConfig, weights: Weights) -> DecoderModel:
+    """Name the tensors of Qwen3-MoE, which has experts in the layers that config.json names, and build its layers."""
+    assert config.experts is not None, config
+    layers = (
+        read_mixture_layer(config, weights, prefix, i)
+        if i in config.experts.layers
+        else read_layer(config, weights, prefix, i)
+        for i, prefix in enumerate(f"model.layers.{i}" for i in range(config.num_layers))
+    )
+    return read_model(config, weights, layers)
+
+
+def read_minimax_m2(config: ModelConfig, weights: Weights) -> DecoderModel:
+    """Name the tensors of MiniMax-M2, which has experts in every layer, and build its layers."""
+    layers = (
+        read_layer(
+            config, weights, prefix, i, read_mixture(config, weights, f"{prefix}.block_sparse_moe", _MINIMAX_NAMES)
+        )
+        for i, prefix in enumerate(f"model.layers.{i}" for i in range(config.num_layers))
+    )
+    return read_model(config, weights, layers)

@@ -7,7 +7,7 @@ embedding of token i + 1 + m. Apart from that, a layer is a head as heads.py des
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -98,7 +98,7 @@ def load_layers(
     layers that the layout does not know. Other tensors are ignored, because the file may hold the whole target, and so
     are the layers' `copies` of the target's embedding and head."""
     source = file.tensors(file.directory, target.dtype, target.device, ranks, file.config.quantization)
-    config = replace(file.config, num_layers=1, sliding_window=(None,))
+    config = file.config.of_prediction_layers(1)
     rotary = RotaryEmbedding(config.rope, config.rotated_size, target.device, config.rotary_dim)
     layers = tuple(load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
     for prefix in prefixes:

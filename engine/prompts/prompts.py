@@ -96,7 +96,7 @@ class Prompts:
         with suppress(torch.OutOfMemoryError):
             return self._submit(chunk)
         self._kept = kept
-        if self._steps is not None:
+        if self._steps is not None and self._steps.is_awaited:
             raise RankLost(f"no memory for {chunk.num_tokens} prompt tokens, while other ranks wait in a forward")
         # raised out here, so that the error holds no frame of the chunk: tensors of a frame would stay allocated
         raise _out_of_memory(f"{chunk.num_tokens} prompt tokens")

@@ -26,7 +26,7 @@ _LINE = 64  # bytes of a cache line
 _SPIN_S = 1e-3  # the wait for the other ranks begins without sleep
 _PAUSE_S = 5e-5
 _CALL_S = 2e-3  # between two wake-ups of ranks that do not come
-_ENDED, _LEAVING, _FLAGS = range(3)  # bytes of the memory
+_ENDED, _LEAVING, _OVER, _FLAGS = range(4)  # bytes of the memory
 _AWAKE, _ASLEEP = range(2)
 _SUM = struct.Struct("<I")
 
@@ -79,7 +79,7 @@ class Board:
                 return found
             now = time.monotonic()
             waited_s = now - since
-            if self.has_ended:
+            if self.has_ended or self.is_over:
                 raise RankLost("another rank of the group has ended")
             if waited_s > self.timeout_s:
                 raise RankLost(f"rank {len(found)} took part in no step for {self.timeout_s:g} s")
@@ -124,12 +124,21 @@ class Board:
     def is_leaving(self) -> bool:
         return bool(self._memory[_LEAVING])
 
-    def finish(self) -> bool:
-        """Say that this rank has nothing left to do. Return whether all ranks have said so."""
-        if not self._memory[_FLAGS + self.size + self.rank]:
-            self._memory[_FLAGS + self.size + self.rank] = 1
+    def finish(self, *, is_idle: bool) -> bool:
+        """Say whether this rank has nothing left to do. Return whether the group is over: it is, for good, as soon as
+        one rank has seen that all have said so."""
+        place = _FLAGS + self.size + self.rank
+        if self._memory[place] != is_idle:
+            self._memory[place] = is_idle
             self._call()
-        return all(self._memory[_FLAGS + self.size : _FLAGS + 2 * self.size])
+        if all(self._memory[_FLAGS + self.size : _FLAGS + 2 * self.size]):
+            self._memory[_OVER] = 1
+        return self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all ranks have said that they have nothing left to do. Some may be gone already."""
+        return bool(self._memory[_OVER])
 
     def close(self) -> None:
         self.socket.close()

@@ -61,6 +61,7 @@ class GroupSteps:
         self._stepped_at = 0.0  # monotonic seconds
         self._round: Agreed | None = None  # of the round that is submitted next
         self.joins_chunks = True
+        self.is_awaited = False  # other ranks wait for the forward of this one
         self.num_idle = 0  # steps in which this rank had no work
 
     def prepare(
@@ -134,6 +135,10 @@ class GroupSteps:
         assert agreed is not None
         return agreed
 
+    def end_forward(self) -> None:
+        """This rank has submitted all of the forward that needs other ranks. What fails from now on is its own."""
+        self.is_awaited = False
+
     def begin_service(self) -> None:
         """From now on, a rank must take part in a step soon. Before service it may load, or compile kernels."""
         self.board.timeout_s = TIMEOUT_S
@@ -166,10 +171,10 @@ class GroupSteps:
             wait([self.board.socket.fileno()])
         self.board.wake()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no rank has anything to finish. Asking says that this one has not."""
-        return self.board.finish()
+    def finish(self, *, is_idle: bool) -> bool:
+        """Say whether this rank has nothing left to do. Return whether the group is over, because none has. A request
+        that comes to a rank after that moves to another node."""
+        return self.board.finish(is_idle=is_idle)
 
     def join(self) -> bool:
         """Run the next step without work of this rank, if another rank waits for it. Return whether one did."""
@@ -207,7 +212,7 @@ class GroupSteps:
                 )
             if lacking:
                 return None
-        self._rows.lens = agreed.lens
+        self._rows.lens, self.is_awaited = agreed.lens, True
         return agreed
 
 

@@ -334,7 +334,9 @@ class DeviceExecutor:
     def run_round(self, block: InputBlock, shape: DraftShape, needs: Needs) -> RoundResult:
         """Run a round with filled inputs, by a graph if the block is a bucket's and there are graphs."""
         if self._graphs is not None and block.num_seqs in self.buckets.sizes and self._fits(block, shape):
-            return self._graphs.rounds.replay(block, shape, needs)
+            result = self._graphs.rounds.replay(block, shape, needs)
+            self.engine.end_forward()
+            return result
         return self._round(block.to(self.engine.device), shape, needs)
 
     def _fits(self, block: InputBlock, shape: DraftShape) -> bool:
@@ -474,7 +476,7 @@ class DeviceExecutor:
 
     def _check_alone(self, work: RoundWork) -> None:
         """Raise RankLost if there was no memory for work for which other ranks of the group wait in a forward."""
-        if self.group_steps is not None:
+        if self.group_steps is not None and self.group_steps.is_awaited:
             raise RankLost(f"{_no_memory(work)}, while other ranks wait in a forward")
 
     # Each way submits the chunk, and the round as far as they share the forward, and returns the rest of the round.

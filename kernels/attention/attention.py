@@ -16,7 +16,7 @@ values as they are stored, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -174,6 +174,16 @@ class AttentionPlan:
             fresh_pages=_fresh_pages(block_table, query_lens, seq_lens, page_size),
             groups=tuple(groups),
         )
+
+    def seeing(self, seen: torch.Tensor, dtype: torch.dtype) -> AttentionPlan:
+        """Return the plan of the same forward without windows whose tokens see `seen` [num_tokens, num_slots] bool."""
+        hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+        def own(group: _Group) -> _Group:
+            mask = hidden[group.tokens].view(group.num_seqs, 1, group.query_len, -1)[..., : group.kv_len]
+            return replace(group, masks={None: mask.contiguous()}, is_causal=False)
+
+        return replace(self, groups=tuple(map(own, self.groups)))
 
 
 def store_kv(kv_new: torch.Tensor, kv_layer: torch.Tensor, plan: AttentionPlan) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -76,6 +76,10 @@ class PagedRows:
             visible=_CAUSAL if tree is None else tree.visible.contiguous().numpy(),
             parts=_parts(query_lens, lens),
         )
+
+    def seeing(self, seen: torch.Tensor) -> PagedRows:
+        """Return the inputs of the same forward whose tokens see `seen` [num_tokens, num_slots] bool."""
+        return replace(self, tree_starts=np.zeros_like(self.seq_lens), visible=seen.contiguous().numpy())
 
     @property
     def query_lens(self) -> list[int]:

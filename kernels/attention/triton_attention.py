@@ -57,7 +57,8 @@ class DecodeTiles(NamedTuple):
         all others wait for it (measured on an H200 over 1 to 256 sequences of 1,090 and 8,200 keys)."""
         num_kv_heads = kv_layer.shape[2]
         num_rows = q.shape[0] // num_seqs * (q.shape[1] // num_kv_heads)
-        block_m, block_n = min(64, max(16, triton.next_power_of_2(num_rows))), tile_keys(q)
+        most_rows = rows_that_fit(q.shape[2], num_warps=4)
+        block_m, block_n = min(64, most_rows, max(16, triton.next_power_of_2(num_rows))), tile_keys(q)
         num_tiles = num_kv_heads * triton.cdiv(num_rows, block_m)
         is_wide = block_m == 64 or 2 * block_n * padded(q.shape[2]) * q.itemsize > _TILE_BYTES
         num_at_once = num_sms(q.device) * (3 if block_m == 16 else 2) * (1 if is_wide else 2)  # by shared memory
@@ -176,6 +177,11 @@ def tile_keys(q: torch.Tensor) -> int:
     """Return the number of keys in a tile: at most 64, the bits of a word. Keys are multiplied in the dtype of q."""
     num_bytes = _TILE_BYTES // 2 if q.dtype == torch.float32 else _TILE_BYTES
     return min(64, max(16, num_bytes // (padded(q.shape[2]) * q.itemsize)))
+
+
+def rows_that_fit(head_dim: int, num_warps: int) -> int:
+    """Return the most rows of a tile whose sums fit into half of the registers of a program."""
+    return max(16, num_warps * 32 * 128 // padded(head_dim))
 
 
 def stages_that_fit(q: torch.Tensor, block_n: int, most: int) -> int:

@@ -34,6 +34,7 @@ from .triton_attention import (
     load_pages,
     num_sms,
     padded,
+    rows_that_fit,
     scaled,
     softmax_scale,
     stages_that_fit,
@@ -68,7 +69,8 @@ class ExtendTiles(NamedTuple):
         if q.dtype == torch.float32:  # no tensor cores; for tests more than for speed
             block_n = min(32, tile_keys(q))
             return cls(32, block_n, num_slots, num_warps=8, num_stages=stages_that_fit(q, block_n, 2))
-        return cls(128, tile_keys(q), num_slots, num_warps=8, num_stages=3)
+        block_m = min(128, rows_that_fit(q.shape[2], num_warps=8))
+        return cls(block_m, tile_keys(q), num_slots, num_warps=8, num_stages=3)
 
 
 def extend_attention(

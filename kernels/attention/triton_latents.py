@@ -34,6 +34,7 @@ from .triton_visibility import seen_in_tree, span
 _MIN_SPLIT = 256  # keys of a chunk's tile; a split that is shorter costs more to combine than it saves
 _SEQS = 32  # sequences that `tile_at` looks at in one step
 _FEW_SPLITS = 4  # of a sequence, which its last program combines; if there may be more, another launch does
+_MANY_SEQS = 1024  # work enough without splits, whose parts would take gigabytes
 _FEW_SEQS = 4  # in a round: a program has few tiles of keys, and waits for the first one
 
 
@@ -100,7 +101,7 @@ def _attend_few(
     num_tiles = triton.cdiv(query_len * num_heads, tiles.block_m)
     most_splits = triton.cdiv(plan.block_table.shape[1] * page_size, MIN_SPLIT)
     most_splits = min(max_splits(num_sms(q.device), num_tiles), most_splits)
-    num_slots = max(1, tiles.num_slots // num_tiles)
+    num_slots = max(1, tiles.num_slots // num_tiles) if num_seqs < _MANY_SEQS else 1
     shares = parts = stats = items = firsts = arrivals = None
     lens, num_items, num_rows = plan.seq_lens, num_seqs, query_len * num_heads
     if min(num_slots, most_splits) > 1:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,7 +166,7 @@ def measure(
     """Run the chosen parts in their order, each as soon as enough GPUs are free. Returns the names of those that
     failed."""
     out.mkdir(parents=True, exist_ok=True)
-    free, changed = list(gpus), threading.Condition()
+    free, changed, writing = list(gpus), threading.Condition(), threading.Lock()
     problems: dict[str, str | None] = {}
 
     def run(part: Part, taken: list[str]) -> None:
@@ -175,14 +175,14 @@ def measure(
             problems[part.name] = _run(part, out, taken, commit)
         finally:
             with changed:
-                print(
-                    f"{part.name}: {problems.get(part.name) or 'done'}, {time.monotonic() - started:.0f} s", flush=True
-                )
                 free.extend(taken)
-                write_figures(out)
                 changed.notify()
+        print(f"{part.name}: {problems[part.name] or 'done'}, {time.monotonic() - started:.0f} s", flush=True)
+        with writing:
+            write_figures(out)
 
     with ThreadPoolExecutor(len(gpus)) as threads:
+        runs: list[Future[None]] = []
         for part in chosen:
             if (out / f"{part.name}.json").exists() and not again:
                 print(f"{part.name}: measured before")
@@ -193,7 +193,9 @@ def measure(
             with changed:
                 changed.wait_for(lambda needed=part.num_gpus: len(free) >= needed)
                 taken = [free.pop(0) for _ in range(part.num_gpus)]
-            threads.submit(run, part, taken)
+            runs.append(threads.submit(run, part, taken))
+    for each in runs:
+        each.result()
     write_figures(out)
     return [name for name, problem in problems.items() if problem]
 

@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("bench_all.py")
 HEADING = {"date": "2026-01-01 00:00", "device": "G", "torch": "2", "commit": "c1"}
-POINT = {"batch": 1, "step_ms": 4.08, "x_floor": 1.16}
+POINT = {"batch": 1, "step_ms": 4.08, "floor_ms": 3.52, "x_floor": 1.16}
 REPORT = HEADING | {"model": "8b", "num_layers": 32, "hidden_size": 4096, "checked_tokens": 5, "decode": [POINT]}
 
 
@@ -90,7 +90,7 @@ def test_the_tables_are_those_of_all_parts(bench: Bench) -> None:
     bench.run(bench.part("engine-8b", REPORT), bench.part("handoff", moved | {"handoff": [row]}))
     text = (bench.out / "figures.md").read_text()
     assert text.startswith("device: G\ntorch: 2\ncommit: c1\ndate: 2026-01-01 00:00\n\nengine-8b: ")
-    assert "| engine-8b | 1 | 4.08 | 1.16 |" in text
+    assert "| engine-8b | 1 | 4.08 | 3.52 | 1.16 |" in text
     assert "| handoff | cuda | True | 64 | 0.00078 | 10.8 |" in text
 
 

@@ -121,7 +121,9 @@ def test_without_a_stream_few_chunks_are_submitted_ahead_of_the_device(
 
 @pytest.mark.parametrize(
     ("name", "is_joined"),
-    thinned(itertools.product(drafters.ORDINARY, (False, True)), lambda i, name, _: i % 8 in (0, 7) or name == "eagle"),
+    thinned(
+        itertools.product(drafters.ORDINARY, (False, True)), lambda i, name, _: i % 12 in (0, 11) or name == "eagle"
+    ),
 )
 def test_a_drafter_proposes_the_same_after_a_local_prompt(
     name: str, is_joined: bool, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path

@@ -45,13 +45,18 @@ def outputs(model: Path, **settings: Any) -> list[list[int]]:
 
 @pytest.mark.timeout(600)  # the interpreter is slow on a busy machine
 @pytest.mark.parametrize(
-    ("has_latents", "kv_dtype"),
-    thinned([(False, "auto"), (True, "auto"), (False, "fp8")], lambda i, *_: i == 1),
+    ("kind", "kv_dtype"),
+    thinned([("heads", "auto"), ("latents", "auto"), ("heads", "fp8"), ("indexers", "auto")], lambda i, *_: i == 1),
 )
 def test_output_is_that_of_the_cpu_kernels(
-    has_latents: bool, kv_dtype: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, kv_dtype: str, checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = checkpoint("deepseek_v3", q_lora_rank=48) if has_latents else drafters.target_of("eagle3", checkpoint)
+    if kind == "indexers":
+        model = checkpoint("glm_moe_dsa", index_topk=4)
+    else:
+        model = (
+            checkpoint("deepseek_v3", q_lora_rank=48) if kind == "latents" else drafters.target_of("eagle3", checkpoint)
+        )
     head = write_head(tmp_path / "eagle3", "eagle3", model)
     settings: dict[str, Any] = {"speculative": "eagle3", "draft_model": str(head), "draft_steps": 2}
     expected = outputs(model, kv_dtype=kv_dtype)

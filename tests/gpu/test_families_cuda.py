@@ -37,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "ministral3": ("ministral3", {}),
     "mistral4": ("mistral4", {}),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
     "gemma3": ("gemma3_text", {}),
     "gemma4": ("gemma4_text", {"num_kv_shared_layers": 1, "head_dim": 32, "global_head_dim": 64}),
     "gemma4 of published heads": ("gemma4_text", {"head_dim": 256, "global_head_dim": 512, "sliding_window": 33}),

@@ -79,11 +79,11 @@ def _num_ready(cluster: Cluster) -> int:
 
 
 def _load(cluster: Cluster, threads: ThreadPoolExecutor) -> list[Future[tuple[int, Any]]]:
-    """Start requests, half of them streams. Return when the decode node works on all."""
+    """Start requests of two choices, half of them streams. Return when the decode node works on all choices."""
     fields = {"model": cluster.model_name, "max_tokens": 400, "ignore_eos": True, "n": 2}
     bodies = [{**fields, "prompt": f"{i} times " * 5, "seed": i, "stream": i % 2 == 0} for i in range(8)]
     running = [threads.submit(cluster.post, "/v1/completions", body) for body in bodies]
-    wait_until(lambda: len(cluster.ledger()["nodes"]["decode-0"]["requests"]) >= 8, "decode works on all", 20)
+    wait_until(lambda: len(cluster.ledger()["nodes"]["decode-0"]["requests"]) >= 16, "decode works on all", 20)
     return running
 
 

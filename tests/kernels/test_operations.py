@@ -32,6 +32,7 @@ DECLARED = {
     "products.rotary": ["turns"],
     "attention.paged_rows": ["attend", "attend_stored"],
     "attention.latents": ["latent_values"],
+    "attention.picks": ["index_scores"],
     "attention.history": ["gather_keys", "join_parts"],
     "products.linear": ["linear", "gated_linear", "linear_parts", "sum_parts", "fuses"],
     "products.fp8": [
@@ -59,15 +60,16 @@ DECLARED = {
 KERNELS_ALONE = {
     "attention.paged_plan": ["decode_attention", "extend_attention", "norm_rotate_store", "token_rows", "pack"],
     "attention.latents": ["absorb_latents", "turn_latents", "latent_attention", "expanded_attention"],
+    "attention.picks": ["paged_index_scores", "paged_picks"],
     "state.pages": ["gather_pages", "least_of_many"],
     "ranks.all_reduce": [
         *("all_reduce", "all_max", "all_gather", "all_gather_columns", "all_reduce_norm_"),
         *("reduce_scatter", "reduce_scatter_norm_"),
     ],
 }
-NUMBA = ["add_rms_norm_", "silu_mul", "attend", "attend_stored", "add_gumbel_noise_"]
+NUMBA = ["add_rms_norm_", "silu_mul", "attend", "attend_stored", "index_scores", "add_gumbel_noise_"]
 TORCH = ["rms_norm"]
-NOT_TRITON = ["attend", "attend_stored"]
+NOT_TRITON = ["attend", "attend_stored", "index_scores"]
 NAMES = [(file, name) for file, names in DECLARED.items() for name in names]
 
 

@@ -7,6 +7,7 @@ is overwritten with plausible but wrong values.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from drafters import ALL, settings, target_of
 from heads import HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP
 from node_pair import params
 from scratch import check_against_scratch, check_state
-from solo import Running, Solo, caught, coach, spoil
+from solo import Running, Solo, caught, coach, plain_texts, spoil
 from thinned import thinned
 
 from baton.engine.rounds import slots
@@ -49,6 +50,7 @@ def make_solo(checkpoint: Callable[..., Path], tmp_path: Path) -> MakeSolo:
 
     def make(name: str, *buckets: int) -> Solo:
         model = target_of(name, checkpoint)
+        texts(model)
         if name not in written:
             written[name] = settings(name, model, tmp_path)
         return Solo(model, num_slots=5, buckets=buckets, num_pages=300, **written[name])
@@ -65,20 +67,19 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(512) for _ in range(num)] for num in LENS]
 
 
+@functools.cache
+def texts(model: Path) -> dict[int, list[int]]:
+    """Return each prompt with the text after it, by seed. Call it first before a defect is put back."""
+    return plain_texts(model, prompts(), asked, NUM_TOKENS)
+
+
 def limits_of(members: Sequence[int], num_steps: int, turn: int) -> list[int]:
     """Return limits: all drafts, half of them or none, for another sequence in each round."""
     return [(num_steps, num_steps // 2, 0)[(index + turn) % 3] for index in members]
 
 
-def start(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Running], dict[int, list[int]]]:
-    """Return the sequences, and their texts by seed. The drafters are told most of the text."""
-    truths: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts()):
-        plain = solo.start(prompt, asked(index))
-        truths[index] = prompt + solo.run(plain, NUM_TOKENS, 0)
-        solo.rounds.release(plain)
-    coach(monkeypatch, truths, lambda seed, position: (position + 3 * seed) % 7 not in (2, 3))
-    return [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())], truths
+def start(solo: Solo) -> list[Running]:
+    return [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())]
 
 
 class Outsiders:
@@ -104,9 +105,11 @@ class Outsiders:
 
 
 def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Compare both round by round. Return how many drafts each round accepted."""
-    theirs, _ = start(direct, monkeypatch)
-    ours, truths = start(bucketed, monkeypatch)
+    """Compare both round by round. The drafters are told most of the text. Return how many drafts each round
+    accepted."""
+    truths = texts(direct.engine.model_dir)
+    coach(monkeypatch, truths, lambda seed, position: (position + 3 * seed) % 7 not in (2, 3))
+    theirs, ours = start(direct), start(bucketed)
     for turn, (members, most) in enumerate(ROUNDS):
         num_steps = min(most, bucketed.drafter.shape.num_steps)
         limits = limits_of(members, num_steps, turn)

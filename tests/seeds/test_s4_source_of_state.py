@@ -6,6 +6,7 @@ are compared with those of a recompute from scratch.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from drafters import ORDINARY, SHIFTED, settings, target_of
 from heads import HYPER, LAYERED
 from node_pair import params
 from scratch import check_against_scratch
-from solo import Solo, caught, coach
+from solo import Solo, caught, coach, plain_texts
 from thinned import thinned
 
 from baton.engine.drafters.base import DraftState, RoundRows
@@ -54,6 +55,7 @@ MakeSolo = Callable[..., Solo]
 def make_solo(checkpoint: Callable[..., Path], tmp_path: Path) -> MakeSolo:
     def make(name: str) -> Solo:
         model = target_of(name, checkpoint)
+        texts(model)
         return Solo(model, **settings(name, model, tmp_path))
 
     return make
@@ -68,6 +70,12 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(512) for _ in range(num)] for num in LENS]
 
 
+@functools.cache
+def texts(model: Path) -> dict[int, list[int]]:
+    """Return each prompt with the text after it, by seed. Call it first before a defect is put back."""
+    return plain_texts(model, prompts(), asked, 45)
+
+
 def is_told(seed: int, position: int) -> bool:
     """Return whether the drafter is told this token, so that rounds accept none, some or all of their drafts."""
     return (position + 3 * seed) % 7 not in (2, 3)
@@ -77,10 +85,7 @@ def check(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Check after every round that each sequence has the tokens of no speculation and, once the drafter has seen all of
     them, the state of a recompute from scratch. Slots beyond the tokens are overwritten between rounds. Returns how
     many drafts each round accepted."""
-    truths = {}
-    for index, prompt in enumerate(prompts()):
-        plain = solo.start(prompt, asked(index))
-        truths[index] = prompt + solo.run(plain, 45, 0)
+    truths = texts(solo.engine.model_dir)
     coach(monkeypatch, truths, is_told)
     sequences = [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())]
     for members, num_steps in ROUNDS:

@@ -6,6 +6,7 @@ accepted path leads through any nodes of the tree.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from drafters import OF_FAMILIES, settings, target_of
 from node_pair import params
 from scratch import check_against_scratch
-from solo import Solo, caught, coach, spied
+from solo import Solo, caught, coach, plain_texts, spied
 from thinned import thinned
 
 from baton.engine.drafters import frozen_kv, shifted
@@ -54,6 +55,7 @@ MakeSolo = Callable[..., Solo]
 def make_solo(checkpoint: Callable[..., Path], tmp_path: Path) -> MakeSolo:
     def make(name: str, *buckets: int, topk: int = 2, tokens: int | None = None) -> Solo:
         model = target_of(name, checkpoint)
+        texts(model)
         tree = {"draft_topk": topk, "draft_steps": 3, "draft_tokens": tokens}
         return Solo(model, num_slots=4, buckets=buckets, num_pages=300, **(settings(name, model, tmp_path) | tree))
 
@@ -67,6 +69,12 @@ def asked(index: int) -> SamplingParams:
 def prompts() -> list[list[int]]:
     rng = random.Random(24)
     return [[rng.randrange(512) for _ in range(num)] for num in LENS]
+
+
+@functools.cache
+def texts(model: Path) -> dict[int, list[int]]:
+    """Return each prompt with the text after it, by seed. Call it first before a defect is put back."""
+    return plain_texts(model, prompts(), asked, NUM_TOKENS)
 
 
 def coach_trees(
@@ -103,11 +111,7 @@ def check(
     """Check after every round that tokens are those of no speculation, and KV and state those of a recompute.
 
     Return the accepted paths, as nodes."""
-    truths: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts()):
-        plain = solo.start(prompt, asked(index))
-        truths[index] = prompt + solo.run(plain, NUM_TOKENS, 0)
-        solo.rounds.release(plain)
+    truths = texts(solo.engine.model_dir)
     coach_trees(monkeypatch, truths, lambda seed, position: (position + 3 * seed) % 9 not in (2, 6), column)
     sequences = [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())]
     with accepted_paths() as paths:

@@ -21,7 +21,7 @@ import torch
 from drafters import ALL, settings, target_of
 from heads import SIX_LAYERS
 from node_pair import NodePair, node_pairs, params
-from solo import Solo, caught, coach, gather
+from solo import Solo, caught, coach, gather, plain_texts
 from thinned import every
 
 from baton.engine.drafters import shifted, standalone
@@ -119,11 +119,7 @@ def check(ours: list[Seen], theirs: list[Seen]) -> None:
 @functools.cache
 def texts(model: Path) -> dict[int, list[int]]:
     """Return each prompt with the text after it, by seed."""
-    solo = Solo(model, speculative="ngram")
-    return {
-        index: prompt + solo.run(solo.start(prompt, asked(index)), NUM_TOKENS, 0)
-        for index, prompt in enumerate(prompts())
-    }
+    return plain_texts(model, prompts(), asked, NUM_TOKENS)
 
 
 def truths(model: Path, monkeypatch: pytest.MonkeyPatch, num_told: int = 4) -> None:

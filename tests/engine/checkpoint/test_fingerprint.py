@@ -55,7 +55,7 @@ def test_what_other_families_have_is_not_in_the_fingerprint(model_dir: Path) -> 
     """Plain dense models keep the digest of releases that knew neither experts nor quantization, so that nodes of both
     find each other."""
     fields = asdict(read_model_config(model_dir))
-    for name in ("experts", "quantization", "rotary_dim", "has_wide_norms", "latent", "has_sinks", "further"):
+    for name in ("experts", "quantization", "rotary_dim", "has_wide_norms", "latent", "has_sinks", "index", "further"):
         assert not fields.pop(name)
     assert fields.pop("value_scale") == 1.0
     for name in ("window", "norm_offset", "score_scale", "gemma4", "softcap", "value_dim", "has_tail"):

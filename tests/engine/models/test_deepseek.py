@@ -196,7 +196,7 @@ def test_its_own_layer_drafts_through_the_handoff(checkpoint: Checkpoint, tmp_pa
     assert reference.num_ties == 0
 
 
-@pytest.mark.parametrize("name", every(["blocks", "w8a16", "fp8-static", "online"], 2))
+@pytest.mark.parametrize("name", every(["blocks", "w8a16", "fp8-static", "online"], 4))
 def test_its_own_layer_may_be_in_fp8(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Through the handoff, with the text of a model that rounds alike. Attention multiplies by the numbers of
     `kv_b_proj`, whose stored scale of rows is left over then."""

@@ -17,6 +17,7 @@ from plain_heads import Plain, PlainFrozenHead
 from safetensors.torch import load_file, save_file
 
 from baton.engine.attention import attention
+from baton.engine.checkpoint.model_config import WindowConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.frozen_kv import FrozenKvHead, read_frozen_kv
@@ -168,6 +169,9 @@ def test_a_target_with_less_or_more_of_anything_is_refused(model: Path, tmp_path
             with pytest.raises(ConfigError, match=rf"{name} is {right}; the target's is {other}"):
                 read_frozen_kv(head, replace(target, **changed))
     assert read_frozen_kv(head, target).target_layers == (2, 0)
+    unlike = replace(target, window=WindowConfig(target.rope, target.num_kv_heads, 2 * target.head_dim, has_pool=True))
+    with pytest.raises(ConfigError, match="attends to layers with equal heads; the target's layers have unlike heads"):
+        read_frozen_kv(head, unlike)
 
 
 REFUSED: list[tuple[Callable[[Tensors], Any], list[str]]] = [

@@ -62,6 +62,13 @@ def test_layers_with_a_window_have_a_pool_and_layers_without_keys_take_no_bytes(
     assert {plane.dtype for plane in (*planes_of(fp8), *fp8.further[0].planes)} == {"float8_e4m3fn"}
 
 
+def test_a_layer_shares_the_keys_of_its_own_kind_where_all_lie_in_one_pool(tmp_path: Path) -> None:
+    text = SMALL["text_config"] | {"global_head_dim": SMALL["text_config"]["head_dim"]}
+    config = read_model_config(write_config(tmp_path, SMALL | {"text_config": text}))
+    assert not config.has_window_pool
+    assert [config.kv_place(layer) for layer in (0, 4, 13, 14, 15, 19, 33, 34)] == [0, 4, 13, 14, 13, 14, 13, 14]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -71,6 +78,9 @@ def test_layers_with_a_window_have_a_pool_and_layers_without_keys_take_no_bytes(
         ({"layer_types": ["sliding_attention"] * 35}, "layer_types = .* whose last layer is full_attention"),
         ({"num_kv_shared_layers": 34}, "num_kv_shared_layers = 34 leaves no layer of some kind"),
         ({"layer_types": None}, "must be a list whose last layer"),
+        ({"rope_parameters": None}, "rope_parameters = None is not served; write those of full_attention"),
+        ({"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input = 100 is less than vocab_size"),
+        ({"global_head_dim": 33}, "global_head_dim = 33 is odd"),
         (
             {"per_layer_config": {"03": {"head_dim": 8}}},
             "per_layer_config = .* layers without a window, and these alone",

@@ -15,6 +15,8 @@ from baton.metadata.errors import ConfigError, ModelError
 from baton.metadata.handoff.schema.schema import make_schema, page_bytes, pool_words, pools
 
 MIMO = PUBLISHED["mimo-v2-flash"]
+SHARES = (("full_attention", 0.334), ("sliding_attention", 0.5))
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def read(directory: Path, fields: dict[str, Any]) -> ModelConfig:
@@ -55,6 +57,14 @@ def test_a_token_takes_as_many_bytes_as_its_keys_and_values_are_wide(tmp_path: P
         ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
         ({"attention_projection_layout": "fused_qkv"}, "attention_projection_layout"),
         ({"hybrid_layer_pattern": "1"}, "must be lists"),
+        (
+            {"quantization_config": FP8_BLOCKS},
+            "quantization_config = 'fp8' scales blocks of 128 rows, which heads of 192",
+        ),
+        (
+            {"rope_parameters": {kind: {"rope_theta": 1e4, "partial_rotary_factor": share} for kind, share in SHARES}},
+            "sliding_attention.partial_rotary_factor = 0.5 is not served; that of full_attention .0.334. is",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from index_picks import recorded_picks
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from model_pools import pools_of
 from node_pair import node_pairs, params
@@ -25,7 +26,7 @@ from baton.engine.models.registry import load_model, tensor_specs
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
 
-NUM_PAGES = 40
+NUM_PAGES = 90
 TOLERANCE = 1e-4
 LONGEST = 300  # tokens of a prompt
 NUM_TOKENS = 12  # of an output
@@ -72,6 +73,37 @@ SHAPES = {
             "norm_topk_prob": False,
             "routed_scaling_factor": 1.7,
             "q_lora_rank": None,
+        },
+    ),
+    "deepseek-v32": Shape("deepseek_v32", {"num_attention_heads": 6, "hidden_size": 96}, "mtp"),
+    "deepseek-v32-most-picked": Shape(
+        "deepseek_v32",
+        {
+            "index_topk": 130,
+            "index_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "index_n_heads": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "glm-dsa": Shape("glm_moe_dsa", {"num_attention_heads": 6, "hidden_size": 96}, "mtp"),
+    "glm-dsa-all-full": Shape(
+        "glm_moe_dsa",
+        {
+            "indexer_types": None,
+            "index_topk": 40,
+            "index_n_heads": 1,
+            "rms_norm_eps": 1e-5,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
         },
     ),
     "ministral3": Shape(
@@ -159,26 +191,29 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1, 512), k=num_tokens)
 
 
-def forward(model: Path, ids: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
-    """Return the logits of all tokens, [len(ids), vocab_size], from a pool full of NaN with scattered pages."""
+def forward(model: Path, ids: Sequence[int], chunks: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the logits of all tokens, [len(ids), vocab_size], from pools full of NaN with scattered pages, and the
+    picks of each indexer."""
     config = read_model_config(model)
     loaded = load_model(model, config, torch.float32, "cpu")
     pools = pools_of(config, PAGE_SIZE, NUM_PAGES, float("nan"))
-    pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), 25), 0, []
-    for num in chunks:
-        batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
-        logits.append(loaded.logits(loaded.forward(batch, pools)))
-        position += num
-    return torch.cat(logits)
+    pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), NUM_PAGES - 10), 0, []
+    with recorded_picks() as record:
+        for num in chunks:
+            batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], PAGE_SIZE, "cpu")
+            logits.append(loaded.logits(loaded.forward(batch, pools)))
+            position += num
+    return torch.cat(logits), record.of_layers(len(config.further[0].layers)) if config.index else []
 
 
 def test_logits_equal_transformers(model: Path) -> None:
     ids = prompt(90)
-    with torch.inference_mode():
-        expected = Reference(model).model(torch.tensor([ids])).logits[0]
-    assert expected.std() > 0.5  # else everything is close
+    reference = Reference(model)
     for chunks in ((90,), (1, 5, 13, 20, 1, 1, 1, 17, 31)):
-        torch.testing.assert_close(forward(model, ids, chunks), expected, atol=TOLERANCE, rtol=0)
+        logits, picks = forward(model, ids, chunks)
+        expected = reference.all_logits(ids, picks)
+        assert expected.std() > 0.5  # else everything is close
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_the_tensors_are_what_transformers_writes(model: Path) -> None:
@@ -226,9 +261,13 @@ def test_no_way_to_compute_it_changes_the_text(model: Path, shape: Shape) -> Non
 
 
 def check_text(reference: Reference, ids: list[int], ours: list[int]) -> None:
-    """Check a greedy text by one forward over all of it. Only a text with another token is generated anew."""
-    with torch.inference_mode():
-        best = reference.model(torch.tensor([ids + ours[:-1]])).logits[0, len(ids) - 1 :].argmax(1).tolist()
+    """Check a greedy text by one forward over all of it. Only a text with another token is generated anew. If a model
+    has indexers, the forward takes our picks, once it has another token with its own."""
+    text = ids + ours[:-1]
     assert len(ours) == NUM_TOKENS
+    best = reference.all_logits(text)[len(ids) - 1 :].argmax(1).tolist()
+    if best != ours and reference.model.config.to_dict().get("index_topk"):
+        _, picks = forward(reference.model_dir, text, [len(text)])
+        best = reference.all_logits(text, picks)[len(ids) - 1 :].argmax(1).tolist()
     if best != ours:
         reference.assert_greedy(ids, ours, reference.generate(ids, NUM_TOKENS))

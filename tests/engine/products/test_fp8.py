@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_pools import pools_of
 from quantized import ONLINE, SCHEMES, Scheme, quantized, rounding_model
 from recorded_roundings import recorded_roundings
 from safetensors.torch import load_file, save_file
+from ties import IndexCuts
 from torch import Tensor
 
 from baton.engine.checkpoint.model_config import ModelConfig
@@ -23,12 +25,10 @@ from baton.engine.models.registry import load_model
 from baton.engine.products.base import WeightShard, WeightSource
 from baton.engine.products.fp8 import Fp8Product, Fp8ProductOnCpu
 from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
 from baton.kernels.products.fp8 import dequantized
 from baton.metadata.errors import ModelError
-from baton.metadata.handoff.schema.kv_layout import KvLayout
 
 Checkpoint = Callable[..., Path]
 PAGE_SIZE = 4
@@ -53,12 +53,12 @@ def plain(checkpoint: Checkpoint) -> Path:
 def forward(model: DecoderModel, config: ModelConfig, ids: list[int], chunks: tuple[int, ...]) -> Tensor:
     """Return the logits of all ids, computed chunk by chunk."""
     pages = list(range(1, 1 + -(-len(ids) // PAGE_SIZE)))
-    shape = KvLayout.of(config.pool("float32"), PAGE_SIZE).stacked_shape(len(pages) + 1)
-    kv, position, logits = torch.full(shape, float("nan"), dtype=model.dtype), 0, list[Tensor]()
+    pools = pools_of(config, PAGE_SIZE, len(pages) + 1, float("nan"), model.dtype)
+    position, logits = 0, list[Tensor]()
     for size in chunks:
         row = BatchRow(ids[position : position + size], position, pages, num_logits=size)
         batch = ForwardBatch.build([row], PAGE_SIZE, "cpu")
-        logits.append(model.logits(model.forward(batch, ModelPools(kv))[batch.logit_rows]))
+        logits.append(model.logits(model.forward(batch, pools)[batch.logit_rows]))
         position += size
     return torch.cat(logits).float()
 
@@ -70,7 +70,7 @@ def check(model: DecoderModel, config: ModelConfig, plain: Path, scheme: Scheme)
         ours = forward(model, config, ids, CHUNKS)
         roundings.read()
     reference = rounding_model(plain, scheme, roundings)
-    with torch.inference_mode():
+    with torch.inference_mode(), IndexCuts():
         theirs = reference(torch.tensor([ids])).logits[0]
     error = (ours - theirs).abs().amax(1)
     assert error.max() < TOLERANCE, error  # roundings of another scheme differ by about 1
@@ -96,6 +96,19 @@ def test_a_plain_checkpoint_is_rounded_while_it_is_read(family: str, checkpoint:
     model = load_model(plain, config, torch.float32, "cpu")
     check(model, config, plain, ONLINE)
     assert not isinstance(model._lm_head.linear.product, Fp8ProductOnCpu)
+
+
+def test_indexers_are_in_fp8_like_other_layers(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """But for the weights of their heads, which the checkpoint keeps."""
+    plain = checkpoint("deepseek_v32", hidden_size=160)
+    path = quantized(plain, tmp_path / "fp8", SCHEMES["ue8m0"])
+    config = read_model_config(path)
+    model = load_model(path, config, torch.float32, "cpu")
+    assert isinstance(model.stack, DecoderStack)
+    for layer in model.stack.layers:
+        indexer = layer.body.attention.indexer
+        assert all(isinstance(each.product, Fp8ProductOnCpu) for each in (indexer.up, indexer.key))
+    check(model, config, plain, SCHEMES["ue8m0"])
 
 
 @pytest.mark.parametrize("name", ["blocks", "w8a8", "fp8-static"])

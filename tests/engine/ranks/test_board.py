@@ -38,4 +38,20 @@ def test_the_ranks_leave_together_when_all_have_finished(boards: list[Board]) ->
     assert not boards[1].is_leaving
     boards[0].leave()
     assert all(board.is_leaving for board in boards)
-    assert [board.finish() for board in boards] == [False, False, True] and boards[0].finish()
+    assert [board.finish(is_idle=True) for board in boards] == [False, False, True]
+    assert boards[0].finish(is_idle=True)
+
+
+def test_a_rank_that_gets_a_request_while_others_finish_is_waited_for_until_the_group_is_over(
+    boards: list[Board],
+) -> None:
+    """The router may not have read yet that the group leaves. A rank that went on alone would lose the others."""
+    first, *others = boards
+    assert not first.finish(is_idle=True)
+    assert not first.finish(is_idle=False)
+    assert not any(board.finish(is_idle=True) for board in others), "the first has work"
+    assert first.finish(is_idle=True)
+    assert first.finish(is_idle=False), "too late: the others may be gone"
+    first.post([1] * NUM_VALUES)
+    with pytest.raises(RankLost, match="another rank of the group has ended"):
+        first.wait()

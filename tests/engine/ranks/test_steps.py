@@ -6,20 +6,24 @@ import operator
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from unittest import mock
 
 import pytest
-from thread_ranks import in_threads
+import torch
+from thread_ranks import ThreadRanks, in_threads
 
+from baton.decode_node.config import DecodeConfig
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.products.ranked import RankRows
 from baton.engine.ranks import steps as group_steps
 from baton.engine.ranks.board import Board
 from baton.engine.ranks.group import TIMEOUT_S
 from baton.engine.ranks.steps import GroupSteps
-from baton.engine.work import BatchRow
-from baton.metadata.errors import ChunkOutOfMemory
+from baton.engine.work import BatchRow, Recompute
+from baton.metadata.errors import ChunkOutOfMemory, OutOfMemory, RankLost
 
 
 class Stays:
@@ -135,3 +139,34 @@ def test_a_rank_without_memory_ends_the_longest_chunk_and_no_other_work(boards: 
 
     in_threads([long_chunk, rounds, idle])
     assert ended.is_set() and ran == [(0, 6, 0)] * 3
+
+
+def test_memory_that_lacks_after_the_forward_ends_one_request(checkpoint: Callable[..., Path]) -> None:
+    """No other rank waits any more. In the forward they do, so the group ends."""
+    model = checkpoint("llama", num_hidden_layers=1)
+    drafting = {"speculative": "standalone", "draft_model": str(model), "draft_steps": 1}
+    config = DecodeConfig(model=str(model), device="cpu", threads=1, page_size=4, num_pages=16, **drafting)
+    work = Recompute([BatchRow([3, 4, 5], 0, [1], 0)], [[3, 4, 5, 6]])
+    lacks = torch.OutOfMemoryError("no memory")
+    with ThreadRanks(2, config, num_slots=2) as ranks:
+        engine, submit = ranks.engines[0], partial(ranks.executors[0].submit, work)
+        assert engine.drafter is not None
+        with mock.patch.object(engine.drafter, "observe_prompt", side_effect=lacks):
+            error = ranks.do({0: partial(raised, submit)})[0]
+        assert isinstance(error, OutOfMemory) and not isinstance(error, RankLost)
+        ranks.do({0: submit, 1: partial(ranks.executors[1].submit, work)})
+        assert all(engine.kv[:, 1].any() for engine in ranks.engines)
+        ranks.do({0: lambda: None, 1: lambda: None})
+        with mock.patch.object(engine.model, "forward_with_aux", side_effect=lacks):
+            error = ranks.do({0: partial(raised, submit)})[0]
+            ranks.group.end()
+    assert isinstance(error, RankLost) and "other ranks wait in a forward" in str(error)
+
+
+def raised(call: Callable[[], object]) -> Exception | None:
+    """Return the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None

@@ -29,6 +29,7 @@ from baton.kernels.attention import triton_attention
 from baton.kernels.attention.attention import Tree, paged_attention_ref
 from baton.kernels.attention.paged_plan import PagedPlan
 from baton.kernels.attention.triton_attention import DecodeTiles, decode_attention
+from baton.kernels.attention.triton_extend import ExtendTiles
 from baton.kernels.state.fp8_pages import scales_of
 
 
@@ -204,6 +205,14 @@ def test_one_sequence(seq_len: int, num_slots: int) -> None:
     """It has as many splits as there are slots and its length is worth, and programs beyond do nothing."""
     case = Case((3,), (seq_len,), (4, 2))
     case.check(case.decode(num_slots=num_slots, block_n=16))
+
+
+@pytest.mark.parametrize(("head_dim", "most"), [(128, (64, 128)), (256, (64, 128)), (512, (32, 64))])
+def test_tiles_of_wide_heads_have_fewer_rows(head_dim: int, most: tuple[int, int]) -> None:
+    """The sums of a tile of 512 numbers would spill: 64 rows of a decode step by 6 kB, as ptxas counts."""
+    q = torch.empty(8, 32, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    kv = torch.empty(1, 2, 4, 16, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    assert (DecodeTiles.choose(q, kv, 1).block_m, ExtendTiles.choose(q, kv).block_m) == most
 
 
 @pytest.mark.parametrize(("head_dim", "num_per_sm"), [(32, 6), (128, 3)])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from compile_kernels import SHARED_BYTES, shared_bytes
 from thinned import thinned
 from triton_device import DEVICE
 
@@ -157,14 +154,6 @@ def test_what_lay_in_memory_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch, "empty", empty)
     check(case, attend(case, num_slots=40))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
-def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
-    """Compiled for a GPU of compute capability 9.0, for the sizes of DeepSeek's models and the tiles of `choose`."""
-    found = shared_bytes("latents", tmp_path)
-    assert list(found) == ["absorb", "turn", "values", "few", "some", "many", "tree", "chunk", "prompt"]
-    assert max(found.values()) <= SHARED_BYTES and 2 * found["many"] <= SHARED_BYTES
 
 
 @pytest.mark.gpu

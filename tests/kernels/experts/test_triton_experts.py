@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from compile_kernels import SHARED_BYTES, shared_bytes
 from triton_device import DEVICE, ULP, random
 
 pytest.importorskip("triton")
@@ -50,10 +47,3 @@ def test_parts_are_mixed(num_rows: int, num_active: int, size: int, dtype: torch
         assert triton_experts.serves_mix(parts, shares, others)
         actual = triton_experts.mix_parts(parts, shares, others)
         torch.testing.assert_close(actual, mix_parts_ref(parts, shares, others), atol=1e-5, rtol=2 * ULP[dtype])
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
-def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
-    """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
-    found = shared_bytes("experts", tmp_path)
-    assert len(found) == 41 and max(found.values()) <= SHARED_BYTES, found

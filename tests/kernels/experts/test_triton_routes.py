@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
-from compile_kernels import SHARED_BYTES, shared_bytes
 from thinned import thinned
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, random
@@ -105,10 +103,3 @@ def test_rows_may_be_strided_and_what_is_not_served_is_left_to_the_reference() -
     assert not triton_routes.serves(x[:0, :72], weight, None, None, PLAIN)
     assert not triton_routes.serves(random(4, 144)[:, ::2], weight, None, None, PLAIN)
     assert not triton_routes.serves(x[:, :72], weight.half(), None, None, PLAIN)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
-def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
-    """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
-    found = shared_bytes("routes", tmp_path)
-    assert len(found) == 15 and max(found.values()) <= SHARED_BYTES, found

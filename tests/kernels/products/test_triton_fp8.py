@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from compile_kernels import SHARED_BYTES, shared_bytes
 from thinned import halved
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, ULP, random
@@ -116,10 +113,3 @@ def test_what_it_does_not_serve_is_left_to_the_reference() -> None:
     with preferring("triton"):
         ours = fp8.fp8_linear(rows, weight, None, torch.float32)
     assert torch.equal(ours, fp8_linear_ref(rows, weight, None, torch.float32))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
-def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
-    """Compiled for a GPU of compute capability 9.0, with the tiles that are launched."""
-    found = shared_bytes("fp8", tmp_path)
-    assert len(found) == 37 and max(found.values()) <= SHARED_BYTES, found

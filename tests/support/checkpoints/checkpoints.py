@@ -36,6 +36,7 @@ _LATENTS: dict[str, Any] = {  # multi-head latent attention
     "v_head_dim": 24,
     "moe_intermediate_size": 24,
 }
+_INDEX: dict[str, Any] = {"index_n_heads": 5, "index_head_dim": 24, "index_topk": 9, "q_lora_rank": 28}
 _DEEPSEEK: dict[str, Any] = _LATENTS | {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -47,6 +48,7 @@ _DEEPSEEK: dict[str, Any] = _LATENTS | {
 _CLASS_NAMES = {
     "hyper_llama": "Llama",
     "minimax_m2": "MiniMaxM2",
+    "deepseek_v32": "DeepseekV32",
     "gemma3_text": "Gemma3",
     "gemma4_text": "Gemma4",
     "mimo_v2_flash": "MiMoV2Flash",
@@ -101,6 +103,25 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "truncate": False,
         },
     },
+    "deepseek_v32": _LATENTS
+    | _INDEX
+    | {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+    },
+    "glm_moe_dsa": _LATENTS
+    | _INDEX
+    | {
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    },
     "gemma3_text": {
         "num_hidden_layers": 3,
         "sliding_window": 7,
@@ -142,7 +163,8 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
-_BIASED = ("gpt_oss", "glm4_moe_lite", "mimo_v2_flash")  # families whose biases and sinks are spread
+# families whose biases and sinks are spread
+_BIASED = ("gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
 _NORMED = {
     "gemma3_text": {"norm.weight": 0.3},
     "gemma4_text": {"norm.weight": 1.0, "layer_scalar": 1.0},

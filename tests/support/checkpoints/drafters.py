@@ -29,6 +29,7 @@ ORDINARY = (*NAMES, *LAYERED, HYPER_LAYERED)  # on a llama, with residual stream
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {  # prediction layers in the target's own checkpoint
     "mtp-of-glm4": ("glm4_moe", {}),
     "mtp-of-deepseek": ("deepseek_v3", {"first_k_dense_replace": 1, "q_lora_rank": 48}),
+    "mtp-of-glm-dsa": ("glm_moe_dsa", {}),
 }
 _HEADS = {  # a target's family, and the head of it
     "eagle-on-latents": ("deepseek_v3", "eagle"),

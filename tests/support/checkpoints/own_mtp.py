@@ -22,10 +22,14 @@ def with_mtp(source: Path, path: Path) -> Path:
     tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     generator, num = torch.Generator().manual_seed(7), config["num_hidden_layers"]
     last, own = f"model.layers.{num - 1}.", f"model.layers.{num}."
-    for name, tensor in list(tensors.items()):
-        if name.startswith(last):
-            noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
-            tensors[own + name.removeprefix(last)] = noise if tensor.ndim == 2 else tensor + 0.1 * noise
+    alike = {own + name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    for name, tensor in tensors.items():  # an indexer, which the last layer may share with another one
+        _, is_indexer, rest = name.partition(".self_attn.indexer.")
+        if is_indexer:
+            alike[f"{own}self_attn.indexer.{rest}"] = tensor
+    for name, tensor in alike.items():
+        noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
+        tensors[name] = noise if tensor.ndim == 2 else tensor + 0.1 * noise
     size = config["hidden_size"]
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{own}{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
@@ -47,6 +51,9 @@ class OwnMtpOracle:
         num, types = self.target.config.num_hidden_layers, getattr(self.target.config, "mlp_layer_types", None)
         # the extra layer's tensors are those of one more ordinary layer, like the last
         more = {} if types is None else {"mlp_layer_types": [*types, types[-1]]}
+        for name, own in (("indexer_types", "full"), ("layer_types", "indexed_attention")):
+            if getattr(self.target.config, "index_topk", None) and getattr(self.target.config, name, None):
+                more[name] = [*getattr(self.target.config, name), own]
         deeper = rounding_model(path, scheme, num_hidden_layers=num + 1, **more)
         self._layer, self._rotary = deeper.model.layers[num], deeper.model.rotary_emb
         own = f"model.layers.{num}."

@@ -25,7 +25,7 @@ _NUMBERS = torch.tensor(_E4M3, dtype=torch.float64).unique()  # all of them, asc
 _WITHOUT_ROUNDING = "kv_b_proj"  # attention multiplies by parts of it, and rounds no row for them
 _OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", _WITHOUT_ROUNDING)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-_PROJECTIONS += _OF_LATENTS
+_PROJECTIONS += (*_OF_LATENTS, "wq_b", "wk")  # the last two: of indexers
 
 
 class Roundings:

@@ -1,4 +1,4 @@
-"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `fp8`, `routes`, `experts`
+"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `picks`, `fp8`, `routes`, `experts`
 or `fp8_pages`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
@@ -32,11 +32,11 @@ class _Enough(Exception):
 
 
 def shared_bytes(name: str, cache: Path) -> dict[str, int]:
-    """Compile a group of kernels in another process, for compute capability 9.0. Return the shared memory of each. Also
-    called where there is no GPU."""
+    """Compile a group of kernels in another process, for compute capability 9.0, or several, named with spaces between.
+    Return the shared memory of each. Also called where there is no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, __file__, name]
+    command = [sys.executable, __file__, *name.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return {line.rpartition(" ")[0]: int(line.rpartition(" ")[2]) for line in done.stdout.splitlines()}
@@ -115,6 +115,31 @@ def _latents() -> None:
     prompt |= {"BLOCK_V": 128, "BLOCK_M": 128, "BLOCK_N": 64, "SEQS": 32}
     types = _TYPES | {"key_starts": "*i32", "offsets": "*i32", "lse": "*fp32", "out": "*fp32"}
     print("prompt", compiled_bytes(triton_expanded._expanded_kernel, prompt, types, num_warps=8, num_stages=3))
+
+
+def _picks() -> None:
+    from baton.kernels.attention import triton_latents, triton_picks
+
+    types = _TYPES | {"weights": "*fp32", "out": "*fp32", "ends": "*i32", "seqs": "*i32", "scores": "*fp32"}
+    types |= {"digits": "*i32", "above": "*i32", "state": "*i64", "counts": "*i64"}
+    sizes = {"HEAD_DIM": 128, "BLOCK_D": 128, "PAGE_SIZE": 16, "BLOCK_N": 128, "SEQS": 32}
+    for name, heads, of_tile in (("round", 64, 1), ("tree", 64, 16), ("prompt", 32, 16)):
+        constants = {**sizes, "HEADS": heads, "BLOCK_H": heads, "TOKENS": of_tile, "IS_TREE": name == "tree"}
+        constants |= {} if name == "tree" else dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
+        constants |= {} if name == "prompt" else {"starts_ptr": None}
+        launch = {"num_warps": 4, "num_stages": 3}
+        print(f"scores {name}", compiled_bytes(triton_picks._scores_kernel, constants, types, **launch))
+    attends = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512, "BLOCK_R": 64, "GROUP": 128, "PAGE_SIZE": 1}
+    attends |= {"BLOCK_M": 64, "BLOCK_N": 32, "IS_TREE": False, "HAS_HIDDEN": False, "DEPENDENT": True}
+    attends |= {"KEYS_FIRST": False, "tree_starts_ptr": None, "visible_ptr": None}
+    print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
+    for splits in (1, 64):
+        for level in range(4):
+            constants = {"LEVEL": level, "SPLITS": splits, "BLOCK": 1024}
+            name = f"digits {level} {splits}"
+            print(name, compiled_bytes(triton_picks._digits_kernel, constants, types, num_warps=4))
+        constants |= {"LEVEL": 4, "PAGE_SIZE": 16}
+        print(f"rows {splits}", compiled_bytes(triton_picks._rows_kernel, constants, types, num_warps=4))
 
 
 def _fp8() -> None:
@@ -278,4 +303,7 @@ def _fp8_pages() -> None:
 if __name__ == "__main__":
     if not IS_WHOLE:
         _end_when_bytes_are_known()
-    {"latents": _latents, "fp8": _fp8, "routes": _routes, "experts": _experts, "fp8_pages": _fp8_pages}[sys.argv[1]]()
+    groups = {"latents": _latents, "picks": _picks, "fp8": _fp8, "routes": _routes, "experts": _experts}
+    groups |= {"fp8_pages": _fp8_pages}
+    for group in sys.argv[1:]:
+        groups[group]()

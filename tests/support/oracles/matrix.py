@@ -136,7 +136,11 @@ class Plain:
             free = Case(ask, prompt, longer, run_single(pair, f"{index}.{attempt} free", prompt, longer, ask.n))
             if ask.stop_at is not None:
                 asked = replace(asked, stop_ids=(free.expected[0].ids[ask.stop_at],))
-            case = Case(ask, prompt, asked, run_single(pair, f"{index}.{attempt}", prompt, asked, ask.n))
+            if ask.stop_at is None:
+                expected = [_cut(result, asked.max_tokens) for result in free.expected]
+            else:
+                expected = run_single(pair, f"{index}.{attempt}", prompt, asked, ask.n)
+            case = Case(ask, prompt, asked, expected)
             if ask.is_met(free.expected[0].ids, case.expected[0].ids) and _least_gap(pair, case) > LEAST_GAP:
                 break
         else:
@@ -150,6 +154,13 @@ def run_single(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParam
     pair.submit(rid, prompt, asked, n=n)
     results = pair.run()
     return [results[rid, choice] for choice in range(n)]
+
+
+def _cut(result: Result, max_tokens: int) -> Result:
+    """Return the result of the same request with this `max_tokens`, which may be smaller."""
+    assert result.ended is not None
+    ended = result.ended if len(result.ids) <= max_tokens else replace(result.ended, reason="length", stop_id=None)
+    return Result(result.ids[:max_tokens], result.logprobs[:max_tokens], ended)
 
 
 def _least_gap(pair: NodePair, case: Case) -> float:

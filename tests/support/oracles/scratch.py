@@ -13,14 +13,22 @@ def check_against_scratch(solo: Solo, sequence: Running) -> None:
     """Check the target KV of all tokens. If the drafter has seen all of them, check its KV and state too."""
     scratch = solo.from_scratch(sequence)
     assert float((solo.target_kv(sequence) - solo.target_kv(scratch)).abs().max()) < BOUND
+    _check_further(solo, sequence, scratch)
     if sequence.num_missed == 0:  # else the next round that drafts begins by catching up
         check_state(solo.draft(sequence), solo.draft(scratch))
         ours, theirs = solo.draft_kv(sequence), solo.draft_kv(scratch)
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
             assert float((ours - theirs).abs().max()) < BOUND, (ours - theirs).abs().amax((0, 1, 2, 4))
+        _check_further(solo, sequence, scratch, of_draft=True)
     solo.rounds.release(scratch)
     solo.engine.pool.release(scratch.pages)
+
+
+def _check_further(solo: Solo, sequence: Running, scratch: Running, *, of_draft: bool = False) -> None:
+    both = (solo.further_rows(each, of_draft=of_draft) for each in (sequence, scratch))
+    for ours, theirs in zip(*both, strict=True):
+        assert float((ours - theirs).abs().max()) < BOUND, (ours - theirs).abs().amax((0, 1, 2, 4))
 
 
 def check_state(ours: DraftState, theirs: DraftState) -> None:

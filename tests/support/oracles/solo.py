@@ -173,6 +173,12 @@ class Solo:
     def target_kv(self, sequence: Running) -> torch.Tensor:
         return gather(self.engine.kv, sequence.pages, sequence.num_computed)
 
+    def further_rows(self, sequence: Running, *, of_draft: bool = False) -> list[torch.Tensor]:
+        """Return what the pools beside that of KV hold of all tokens with target KV."""
+        pools = self.engine.draft_pools if of_draft else self.engine.target_pools
+        further = () if pools is None else pools.further.values()
+        return [gather(pool, sequence.pages, sequence.num_computed) for pool in further]
+
     def poison(self, sequence: Running) -> None:
         """Overwrite every slot of the sequence beyond its tokens with KV, in all pools."""
         page_size = self.engine.pool.page_size
@@ -291,6 +297,17 @@ def spied(drafter: Any) -> Iterator[SpyLog]:
         yield log
     finally:
         setattr(drafter, name, inner)
+
+
+def plain_texts(
+    model: Path, prompts: Sequence[Sequence[int]], asked: Callable[[int], SamplingParams], num_tokens: int
+) -> dict[int, list[int]]:
+    """Return each prompt with the tokens after it, by its index, computed without drafts."""
+    solo = Solo(model, speculative="ngram")
+    return {
+        index: [*prompt, *solo.run(solo.start(prompt, asked(index)), num_tokens, 0)]
+        for index, prompt in enumerate(prompts)
+    }
 
 
 def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int, int], bool]) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 TIE_BOUND = {"float32": 1e-4, "bfloat16": 0.15}  # bfloat16: two roundings of a logit near 16
+INDEX_TIE_BOUND = 1e-6  # of the scores that an indexer compares, in parts of the spread of a row
 ROUTER_TIE_BOUND = 1e-5  # of the scores that a router compares; every dtype, as routers compute in float32
 
 
@@ -50,7 +51,7 @@ class Reference:
     ) -> list[list[int]]:
         """Return the greedy tokens after prompts of one length. `eos_token_ids` end an output; by default none do."""
         ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), IndexCuts():
             out = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -63,8 +64,13 @@ class Reference:
 
     def logits(self, ids: Sequence[int]) -> Any:
         """Return the logits [vocab_size] after these ids."""
-        with torch.inference_mode():
-            return self.model(torch.tensor([list(ids)], device=self.device)).logits[0, -1].float()
+        return self.all_logits(ids)[-1]
+
+    def all_logits(self, ids: Sequence[int], picks: Sequence[torch.Tensor] = ()) -> Any:
+        """Return the logits after each of these ids, [len(ids), vocab_size]. `picks`: of indexers, as `IndexCuts` takes
+        them."""
+        with torch.inference_mode(), IndexCuts(picks):
+            return self.model(torch.tensor([list(ids)], device=self.device)).logits[0].float()
 
     def assert_greedy(self, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
         """Check that `ours` equals `theirs` up to the first tie of the reference."""
@@ -86,6 +92,49 @@ class Reference:
                 self.num_router_ties += 1
                 return
         assert len(ours) == len(theirs), (len(prompt_ids), list(ours), list(theirs))
+
+
+class IndexCuts(TorchFunctionMode):
+    """Lets the indexers of transformers take the lowest of equal positions. Their own choice depends on the tensor's
+    shape.
+
+    If `picks` are given, one [num_tokens, num_picks] per indexer with -1 behind the last, they are taken instead, after
+    a check: whatever they have that the reference has not, or the reverse, scores within INDEX_TIE_BOUND of the cut, in
+    parts of the spread of the row's scores. An indexer is the only caller of topk with scores [1, num_tokens,
+    num_slots]."""
+
+    def __init__(self, picks: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._picks = list(picks)
+        self.num_ties = 0  # rows whose picks differ
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].ndim != 3:
+            return func(*args, **kwargs)
+        scores, num_taken = args[0], kwargs["k"] if "k" in kwargs else args[1]
+        best = torch.sort(scores, dim=-1, descending=True, stable=True)
+        taken = torch.return_types.topk((best.values[..., :num_taken], best.indices[..., :num_taken]))
+        if self._picks and len(scores) == 1 and scores.shape[1] == len(self._picks[0]):
+            self._check(scores[0], taken.indices[0], picks := self._picks.pop(0))
+            own = torch.where(picks < 0, taken.indices[0], picks).long()  # of few slots, all are taken
+            return torch.return_types.topk((scores[0].gather(1, own)[None], own[None]))
+        return taken
+
+    def _check(self, scores: torch.Tensor, theirs: torch.Tensor, ours: torch.Tensor) -> None:
+        assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+        is_hidden = scores < -1e30
+        for row, (score, hidden) in enumerate(zip(scores, is_hidden, strict=True)):
+            own = {slot for slot in ours[row].tolist() if slot >= 0}
+            other = {slot for slot in theirs[row].tolist() if not hidden[slot]}
+            assert len(own) == len(other), (row, own, other)
+            if own == other:
+                continue
+            seen = score[~hidden]
+            cut, spread = score[theirs[row, -1]], seen.max() - seen.min()
+            off = max(float((score[slot] - cut).abs() / spread) for slot in own ^ other)
+            assert off < INDEX_TIE_BOUND, f"token {row} takes {own - other} in place of {other - own}, {off:.1e} apart"
+            self.num_ties += 1
 
 
 class RouterCuts(TorchFunctionMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,11 +17,25 @@ def thinned(cells: Iterable[Any], is_kept: Callable[..., bool]) -> list[Any]:
 
 
 def halved(*axes: Iterable[Any]) -> list[Any]:
-    """Return all combinations of the axes, of which the gate runs every other one. With three axes or more, every two
-    values of two axes still meet."""
+    """Return all combinations of the axes. The gate runs every other one of two axes, and of three axes or more those
+    that `pairs` chooses."""
     cells = [tuple(zip(*cell, strict=True)) for cell in itertools.product(*map(enumerate, axes))]
-    is_kept = [sum(places) % 2 == 0 for places, _ in cells]
-    return thinned([values for _, values in cells], lambda i, *_: is_kept[i])
+    kept = pairs([places for places, _ in cells])
+    return thinned(
+        [values for _, values in cells],
+        lambda i, *_: i in kept if len(cells[i][0]) > 2 else sum(cells[i][0]) % 2 == 0,
+    )
+
+
+def pairs(cells: Sequence[tuple[Hashable, ...]]) -> set[int]:
+    """Return the places of a few cells in which every two values meet that meet in any cell. Each time the first cell
+    is taken in which most pairs are new."""
+    own = [set(itertools.combinations(enumerate(cell), 2)) for cell in cells]
+    left, kept = set[Any]().union(*own), set[int]()
+    while left:
+        kept.add(max(range(len(cells)), key=lambda i: len(own[i] & left)))
+        left = left.difference(*(own[i] for i in kept))
+    return kept
 
 
 def every(cells: Iterable[Any], step: int, *, first: int = 0) -> list[Any]:
