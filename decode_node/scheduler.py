@@ -425,7 +425,8 @@ class DecodeScheduler:
                     plan.is_premature = True
                     return False
                 youngest = self.running[-1]
-                if youngest is sequence and len(self.running) == 1 and not self.reserved:
+                is_alone = youngest is sequence and len(self.running) == 1 and not self.reserved
+                if is_alone and not self.pages.holds_copies(sequence):
                     self.finish(sequence)
                     plan.failed.append(sequence)
                     return False

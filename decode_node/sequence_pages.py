@@ -39,7 +39,7 @@ class SequencePages:
         self._window = window
         self._num_tails = tails_before(tail_window, self._page_size)  # that a hit needs if work continues behind it
         self._tail_window, self._chunk_len = tail_window, chunk_tokens + 1 + first_rounds_len
-        self.num_releases = 0  # how often a sequence gave its pages back
+        self.num_releases = 0  # how often a sequence gave pages back
 
     def take(self, sequence: Sequence, headroom: int = 0, *, is_pulled: bool = False) -> bool:
         """Give the sequence the pages of its tokens and of two rounds, cached ones first, or none (False).
@@ -80,8 +80,18 @@ class SequencePages:
         if num_missing > 0:
             sequence.add_pages(self._cache.allocate(num_missing, Owner.REQUEST))
         if sequence.tail is not None:
-            tails = self._cache.allocate_tails(num_tails, Owner.REQUEST)
-            sequence.tail.extend(self._tail_end(sequence, num_tokens), tails)
+            tails, end = self._cache.allocate_tails(num_tails, Owner.REQUEST), self._tail_end(sequence, num_tokens)
+            if sequence.num_to_compute > 1:
+                self._give_passed(sequence, sequence.tail.passed(end, num_tails))
+            sequence.tail.extend(end, tails)
+
+    def _give_passed(self, sequence: Sequence, passed: range) -> None:
+        """Exchange the tail pages of these pages of tokens, which the next chunk would write over, for others, so that
+        the prefix cache has them."""
+        assert sequence.lease is not None and sequence.tail is not None, sequence.unit
+        tails = sequence.tail.numbers(passed)
+        others = self._cache.exchange_tails(sequence.lease, passed.start, tails, Owner.REQUEST)
+        sequence.tail.replace(passed.start, others)
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
         """Return how many kept pages (0 or less if none) and tail pages the sequence lacks for so many tokens."""
@@ -131,6 +141,12 @@ class SequencePages:
         sequence.share_prompt(self._page_size)
         return sequence.num_computed - num_before
 
+    def holds_copies(self, sequence: Sequence) -> bool:
+        """Return whether the sequence has pages of its own beside equal ones of the prefix cache that its lease pins,
+        since its hit was cut back for want of tail pages. If it is preempted, it finds the cached ones."""
+        assert sequence.lease is not None, sequence.unit
+        return any(own != cached for own, cached in zip(sequence.pages, sequence.lease.pages, strict=False))
+
     def num_uncached(self, sequence: Sequence) -> int:
         """Return how many tokens of a reserved sequence are not in the pages that it found in the prefix cache."""
         assert sequence.lease is not None, sequence.unit
@@ -161,7 +177,8 @@ class SequencePages:
         if sequence.tail is not None:  # a prompt that was computed here held more of them
             assert sequence.lease is not None, sequence.unit
             first, surplus = sequence.tail.first, sequence.tail.shrink(self._most_tails(is_decoding=True))
-            taken = self._give_tails(sequence, first, surplus, pins=False)
+            taken = self._give_tails(sequence, first, surplus)
+            self.num_releases += bool(surplus)
             self._cache.pool.release(page for page in surplus if page not in taken)
         if self._window is None:
             return
@@ -172,6 +189,7 @@ class SequencePages:
             return
         self.share(sequence, first)
         self._free(sequence, first)
+        self.num_releases += 1
         sequence.keep_from(first, self._cache.acquire(()))
 
     def release(self, sequence: Sequence) -> None:
@@ -182,17 +200,18 @@ class SequencePages:
         self.num_releases += 1
         taken: list[int] = []
         if sequence.tail is not None:  # the text may continue behind its end
-            taken = self._give_tails(sequence, sequence.tail.first, sequence.tail.own)
+            end = sequence.num_computed // self._page_size - self._num_tails
+            taken = self._give_tails(sequence, sequence.tail.first, sequence.tail.own, end)
         self._free(sequence, len(sequence.pages), taken)
         sequence.give_up_pages()
 
-    def _give_tails(self, sequence: Sequence, first: int, tails: list[int], *, pins: bool = True) -> list[int]:
-        """Give tail pages of a sequence to the prefix cache, which are those of the pages of tokens from `first` on.
-        Only full pages of tokens with KV count: pages that were to be pulled may not have come. Return those that the
-        cache took."""
+    def _give_tails(self, sequence: Sequence, first: int, tails: list[int], pinned: int | None = None) -> list[int]:
+        """Give tail pages of a sequence to the prefix cache, which are those of the pages of tokens from `first` on; a
+        text may continue behind those from page `pinned` on. Only full pages of tokens with KV count: pages that were
+        to be pulled may not have come. Return those that the cache took."""
         assert sequence.lease is not None, sequence.unit
         num_full = max(0, sequence.num_computed // self._page_size - first)
-        return self._cache.give_tails(sequence.lease, first, tails[:num_full], pins=pins) if tails else []
+        return self._cache.give_tails(sequence.lease, first, tails[:num_full], pinned) if tails else []
 
     def _most_cached(self, sequence: Sequence) -> int:
         """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are

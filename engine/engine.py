@@ -6,11 +6,12 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from msgspec import structs
@@ -63,9 +64,9 @@ from .state.cuda_memory import pool_zeros
 from .state.cuda_pool import CudaPool
 from .state.host_memory import available_memory
 from .state.model_pools import ModelPools
-from .state.pages import Owner, PagePool
+from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
-from .state.tail_pages import most_tails
+from .state.tail_pages import tails_beside
 from .work import BatchRow
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class Engine:
     Raises ModelError when the checkpoint cannot be served and ConfigError when the settings cannot work with it.
     """
 
+    has_tails_on_gpu: ClassVar[bool] = False  # tail pages have not run on a GPU yet
+
     def __init__(
         self,
         config: EngineConfig,
@@ -100,8 +103,8 @@ class Engine:
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         _check_tried(self.device, self.model_config, self.speculation.draft)
-        # a drafter with frozen layers reads KV of any position of any layer; pools on a GPU have no tail pages yet
-        if not self.speculation.frozen_layers and not self.kind.is_apart:
+        has_tails = self.has_tails_on_gpu or not self.kind.is_apart
+        if has_tails and not self.speculation.frozen_layers:  # these are read at any position by a drafter
             self.model_config = self.model_config.with_tail()
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
@@ -113,7 +116,7 @@ class Engine:
         num_pages = (
             num_pages
             or config.num_pages
-            or _default_num_pages(self.context_len, self.schema, self.device, ranks.num_nodes)
+            or _default_num_pages(self.context_len, self.schema, self.device, ranks.num_nodes, self._num_tails)
         )
         _check_size(num_pages)
         fingerprints: Future[tuple[str, str | None]] | None = None
@@ -398,29 +401,26 @@ class Engine:
         """Bytes of one page in the pools of this process, tail pages not counted."""
         return self._bytes_of(is_tail=False)
 
-    @property
-    def most_tail_bytes(self) -> int:
-        """Bytes of the tail pages of this process, if it has all that its sequences need."""
-        return self._most_tails * self._bytes_of(is_tail=True)
+    def bytes_of(self, num_pages: int) -> int:
+        """Return the bytes of the pools of this process with `num_pages` pages and the tail pages beside them."""
+        return num_pages * self.page_bytes + self._num_tails(num_pages) * self._bytes_of(is_tail=True)
 
     def _bytes_of(self, *, is_tail: bool) -> int:
         layouts = zip(kv_layouts(self.schema), are_tails(self.schema), strict=True)
         return sum(layout.part_of(self.shard).page_bytes for layout, of_tail in layouts if of_tail == is_tail)
 
     def _num_tails(self, num_pages: int) -> int:
-        """Return how many tail pages belong to `num_pages` kept ones: no more than these, and no more than all
-        sequences need."""
-        return min(num_pages, self._most_tails)
-
-    @property
-    def _most_tails(self) -> int:
-        """The tail pages of all sequences, twice, since the prefix cache has some, and of two chunks."""
+        """Return how many tail pages lie beside `num_pages` pages."""
         if not self.tail_window:
             return 0
-        page_size, chunk = self._config.page_size, self._config.chunk(self.device.type)
-        num_new = 3 * (1 + self.speculation.shape.num_slots)
-        of_chunks = 2 * most_tails(self.tail_window, chunk + num_new, page_size)
-        return 1 + of_chunks + 2 * self._config.max_running * most_tails(self.tail_window, num_new, page_size)
+        return tails_beside(
+            num_pages,
+            self.tail_window,
+            self._config.page_size,
+            num_new=3 * (1 + self.speculation.shape.num_slots),
+            chunk_len=self._config.chunk(self.device.type),
+            max_running=self._config.max_running,
+        )
 
     @property
     def pool_bytes(self) -> int:
@@ -532,8 +532,8 @@ class Engine:
         target = self.target_pools
         tails = [target.further[name] for name in (WINDOW_POOL, WINDOW_VALUES) if name in target.further]
         for pool in target.all:
-            is_tail = tail_table is not None and any(pool is each for each in tails)
-            move_slots_(pool, tail_table if is_tail else block_table, sources, targets)
+            has_tails = tail_table is not None and any(pool is each for each in tails)
+            move_slots_(pool, tail_table if has_tails and tail_table is not None else block_table, sources, targets)
 
 
 def use_threads(config: EngineConfig) -> None:
@@ -599,17 +599,24 @@ def _of_owner(named: Mapping[str, torch.Tensor], owner: str) -> ModelPools:
     return ModelPools(named[owner], values=further.pop(VALUES, None), further=further)
 
 
-def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_nodes: int = 1) -> int:
+def _default_num_pages(
+    context_len: int,
+    schema: HandoffSchema,
+    device: torch.device,
+    num_nodes: int = 1,
+    num_tails: Callable[[int], int] = lambda _: 0,
+) -> int:
     """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's) for
-    the pools of `num_nodes` ranks together.
+    the pools of `num_nodes` ranks together. `num_tails` returns how many tail pages lie beside a number of pages.
 
     A node on a GPU with our compiled kernels takes what its share allows instead (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
     free = available_memory()
     if kind_of(device).is_apart:
         free = min(free, torch.cuda.mem_get_info(device)[0])
-    bytes_per_page = page_bytes(schema) + page_bytes(schema, of_tails=True)  # there are no more tail pages than others
-    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // (num_nodes * bytes_per_page)))
+    kept, tail = page_bytes(schema), page_bytes(schema, of_tails=True)
+    share = int(free * _MEMORY_SHARE) // num_nodes
+    num_pages = max(3, min(wanted, pages_in(share, lambda num: num * kept + num_tails(num) * tail)))
     if num_pages * schema.page_size < context_len:
         logger.warning("memory for %d tokens only: longer requests will be refused", num_pages * schema.page_size)
     return num_pages

@@ -114,7 +114,7 @@ class PrefillScheduler:
         self.cache.insert(request.token_ids, request.pages[:num_full], request.cache_salt, request.lease)
         if request.tail is not None:  # what the first round reads stays
             tail, read = request.tail, max(0, len(request.token_ids) - self._tail_window + 1) // self.page_size
-            taken = self.cache.give_tails(request.lease, tail.first, tail.own)
+            taken = self.cache.give_tails(request.lease, tail.first, tail.own, min(read, num_full - self._tails_before))
             own, unread = tail.rest(taken), tail.rest(taken, read)
             self.cache.pool.release(unread)
             request.keep_tail(own[len(unread) :])
@@ -170,7 +170,7 @@ class PrefillScheduler:
         lease = self.cache.acquire(
             request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
         )
-        owner = Owner.REQUEST if request.decode is None else Owner.TICKET
+        owner = _owner(request)
         num_pages = pages_of(num_tokens, self.page_size)
         num_own = num_pages - len(lease.pages)
         num_tails = min(num_own, self._most_tails)
@@ -193,10 +193,21 @@ class PrefillScheduler:
         """Return the request's table of tail pages, which reaches the first `num_tokens` tokens."""
         if request.tail is None:
             return None
-        request.tail.extend(pages_of(num_tokens, self.page_size), ())
-        return request.tail.pages
+        tail, end = request.tail, pages_of(num_tokens, self.page_size)
+        if passed := tail.passed(end, 0):  # the prefix cache gets them, and the request others in their place
+            assert request.lease is not None, request.rid
+            self.cache.insert(request.token_ids, request.pages[: passed.stop], request.cache_salt, request.lease)
+            tails = self.cache.exchange_tails(request.lease, passed.start, tail.numbers(passed), _owner(request))
+            tail.replace(passed.start, tails)
+        tail.extend(end, ())
+        return tail.pages
 
     def _most_cached(self, request: Request) -> int:
         """Return how many pages may come from the prefix cache. A request that asks for log-probabilities of its prompt
         computes every position."""
         return 0 if request.generation.prompt_logprobs else (len(request.token_ids) - 1) // self.page_size
+
+
+def _owner(request: Request) -> Owner:
+    """Return the kind of owner that a request's pages have."""
+    return Owner.REQUEST if request.decode is None else Owner.TICKET

@@ -6,7 +6,8 @@ free --allocate--> request | ticket --insert--> cache --evict--> free
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 import numpy as np
@@ -26,6 +27,12 @@ class Owner(IntEnum):
 
 
 _HOLDERS = (Owner.REQUEST, Owner.TICKET)  # the owners that allocate, hand over and release pages
+
+
+def pages_in(num_bytes: int, bytes_of: Callable[[int], int]) -> int:
+    """Return the largest number of pages whose pools have `num_bytes` bytes or fewer. `bytes_of` returns the bytes of
+    the pools of a number of pages."""
+    return bisect.bisect_right(range(max(0, num_bytes) + 1), num_bytes, key=bytes_of) - 1
 
 
 class PagePool:

@@ -12,8 +12,8 @@ page:
 
 A node may have a tail page, too (tail_pages.py): the rows of the same tokens in layers with a window. Work may continue
 behind a cached page only if the tail pages of what these layers see are there. `acquire` finds the last such page.
-Requests give tail pages when they end, so the cache has them at the ends of texts. An unused tail page can be evicted
-alone; its node then is one behind which no work continues.
+Requests give all tail pages that they read no more. An unused tail page can be evicted alone; its node then is one
+behind which no work continues. Tail pages before the end of a text, which no request has continued behind, go first.
 
 A page without references can be evicted. `_idle` lists these pages, the longest idle first. Releases run from the last
 page towards the root, so every page comes before its parent. Therefore the first entry is always a leaf, and an
@@ -75,6 +75,7 @@ class PrefixCache:
         self._root = _Node(page=0, key=b"", parent=None)
         self._idle: OrderedDict[_Node, None] = OrderedDict()
         self._idle_tails: OrderedDict[_Node, None] = OrderedDict()  # nodes whose tail page nobody uses, as `_idle`
+        self._passed_tails: OrderedDict[_Node, None] = OrderedDict()  # likewise, of tail pages that were never pinned
         self._num_pages = self._num_tails = 0
 
     @property
@@ -116,13 +117,17 @@ class PrefixCache:
     @property
     def available_tails(self) -> int:
         """Number of tail pages that `allocate_tails` can give."""
-        return self.pool.num_free_tails + len(self._idle_tails)
+        return self.pool.num_free_tails + self._num_idle_tails
+
+    @property
+    def _num_idle_tails(self) -> int:
+        return len(self._idle_tails) + len(self._passed_tails)
 
     def tail_ledger(self) -> PoolLedger | None:
         """Count the tail pages by owner, and the cached ones that are in use. None: the pool has none."""
         if not self.pool.num_tails:
             return None
-        ledger = self.pool.tail_ledger(self._num_tails - len(self._idle_tails))
+        ledger = self.pool.tail_ledger(self._num_tails - self._num_idle_tails)
         assert ledger.cache == self._num_tails, (ledger, self._num_tails)
         return ledger
 
@@ -131,7 +136,7 @@ class PrefixCache:
         if n > self.available_tails:
             raise OutOfPages(f"{n} tail pages were asked for, {self.available_tails} are free or cached and unused")
         while n > self.pool.num_free_tails:
-            self._drop_tail(next(iter(self._idle_tails)))
+            self._drop_tail(next(iter(self._passed_tails or self._idle_tails)))
         return self.pool.allocate_tails(n, owner)
 
     def match(
@@ -158,23 +163,29 @@ class PrefixCache:
             self._use_tail(lease, node)
         return lease
 
-    def give_tails(self, lease: Lease, first: int, tails: Sequence[int], *, pins: bool = True) -> list[int]:
+    def give_tails(self, lease: Lease, first: int, tails: Sequence[int], pinned: int | None = None) -> list[int]:
         """Give computed tail pages of a request to the cache: those of the lease's pages from page `first` on. The
-        lease pins them unless the request reads them no more (`pins`). Return those that the cache took. It takes none
-        of a page that has one."""
+        lease pins those from page `pinned` on (None: no one): the request still reads them, or a text may continue
+        behind them. Return those that the cache took. It takes none of a page that has one."""
         taken: list[int] = []
         nodes = list(self._path(lease))[::-1]
-        for node, tail in zip(nodes[first:], tails, strict=False):
+        for index, (node, tail) in enumerate(zip(nodes[first:], tails, strict=False), first):
             if node.tail is None and self.enabled:
                 self.pool.transfer((tail,), Owner.CACHE)
                 node.tail = tail
                 self._num_tails += 1
-                if pins:
-                    self._use_tail(lease, node)
-                else:
-                    self._idle_tails[node] = None
+                self._passed_tails[node] = None
                 taken.append(tail)
+                if pinned is not None and index >= pinned:
+                    self._use_tail(lease, node)
         return taken
+
+    def exchange_tails(self, lease: Lease, first: int, tails: Sequence[int], owner: Owner) -> list[int]:
+        """Give tail pages, as `give_tails`, that a request reads no more, and take as many others for it. Return the
+        tail pages that it has now. This never fails: the pages that were given can be evicted again."""
+        taken = self.give_tails(lease, first, tails)
+        others = dict(zip(taken, self.allocate_tails(len(taken), owner), strict=True))
+        return [others.get(tail, tail) for tail in tails]
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "", lease: Lease | None = None
@@ -241,20 +252,21 @@ class PrefixCache:
     def flush(self) -> int:
         """Free every page without references, and every unused tail page. Return how many pages were freed, tail pages
         not counted."""
-        for node in list(self._idle_tails):
+        for node in [*self._passed_tails, *self._idle_tails]:
             self._drop_tail(node)
         return self.evict(len(self._idle))
 
     def _use_tail(self, lease: Lease, node: _Node) -> None:
         """Pin the tail page of a node until the lease is released."""
         self._idle_tails.pop(node, None)
+        self._passed_tails.pop(node, None)
         node.num_tail_uses += 1
         lease.tails.append(node)
 
     def _drop_tail(self, node: _Node) -> None:
         """Free the tail page of a node, which nobody uses."""
         assert node.tail is not None and node.num_tail_uses == 0, (node.tail, node.num_tail_uses)
-        del self._idle_tails[node]
+        (self._passed_tails if node in self._passed_tails else self._idle_tails).pop(node)
         self.pool.release((node.tail,), Owner.CACHE)
         self._num_tails -= 1
         node.tail = None

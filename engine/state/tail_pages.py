@@ -30,6 +30,18 @@ def tails_before(window: int, page_size: int) -> int:
     return pages_of(max(0, window - 1), page_size)
 
 
+def tails_beside(num_pages: int, window: int, page_size: int, *, num_new: int, chunk_len: int, max_running: int) -> int:
+    """Return how many tail pages a pool has beside `num_pages` kept pages, padding included: for two chunks, for as
+    many sequences as may run, whose texts are four times as long as their tails or longer, and a quarter of the kept
+    pages for the prefix cache. There are never more tail pages than kept ones.
+
+    `num_new`: tokens of the rounds of a sequence. A quarter lets work continue behind every cached text that is four
+    windows long, and leaves three quarters of what the windows save to more context."""
+    of_chunks = 2 * most_tails(window, chunk_len + num_new, page_size)
+    of_sequences = min(max_running * most_tails(window, num_new, page_size), num_pages // 4)
+    return min(num_pages, 1 + of_chunks + of_sequences + num_pages // 4)
+
+
 @dataclass(slots=True, eq=False)
 class TailPages:
     """The table of one sequence. Numbers of pages are counted from the first tail page of the pool, `base`."""
@@ -81,6 +93,14 @@ class TailPages:
                 self.first += 1
             else:
                 self.pages.append(page - self.base)
+
+    def passed(self, end: int, num_new: int) -> range:
+        """Return the pages of tokens whose tail pages `extend` takes to reach page `end` with `num_new` new ones."""
+        return range(self.first, self.first + max(0, end - len(self.pages) - num_new))
+
+    def replace(self, first: int, own: Sequence[int]) -> None:
+        """Hold the tail pages `own` instead of those of the pages of tokens from `first` on, which nothing reads."""
+        self.pages[first : first + len(own)] = [page - self.base for page in own]
 
     def shrink(self, most: int) -> list[int]:
         """Keep the last `most` tail pages. Return the others, which the caller frees."""

@@ -231,7 +231,7 @@ class HandoffClient:
     def _take_offer(self, link: PullLink, offer: Offer) -> None:
         transfer = self._transfer_of(link, offer.unit)
         try:
-            moves = transfer.take_offer(offer, self.end.schema, link.num_pages)
+            moves = transfer.take_offer(offer, self.end.schema, link.num_pages, link.num_tails)
         except ProtocolError as error:
             self._fail(offer.unit, f"prefill node {link.peer.node_id}: {error}", tell=link)
             raise

@@ -41,15 +41,6 @@ def memory_size(layout: KvLayout, num_pages: int, num_counted: int | None = None
     return _generations_offset(layout, num_pages) + 8 * (num_pages if num_counted is None else num_counted)
 
 
-def num_counted_in(size: int, layout: KvLayout, num_pages: int) -> int:
-    """Return how many pages have generations in a pool's memory of this size. Raises TransferError for a size that does
-    not fit the layout."""
-    num_counted = (size - _generations_offset(layout, num_pages)) // 8
-    if num_counted < num_pages:
-        raise TransferError(f"peer's pool has {size} bytes, too few for {num_pages} pages of this layout")
-    return num_counted
-
-
 class PageMemory:
     """The pages of one pool in this process.
 

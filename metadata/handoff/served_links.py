@@ -141,6 +141,7 @@ class DecodePeers:
             transport=transport,
             lease_s=self._lease_s,
             num_pages=self._end.memory[0].num_pages,
+            num_tails=self._end.memory[0].num_counted - self._end.memory[0].num_pages,
         )
         if transport == RANKS:
             return RanksWelcome(**msgspec.structs.asdict(welcome), addresses=self._addresses)

@@ -97,11 +97,13 @@ class Transfer:
         """Return the moves of pages that were offered and have not arrived."""
         return list(self._moves.values())
 
-    def take_offer(self, offer: Offer, schema: HandoffSchema, num_peer_pages: int) -> list[Move]:
-        """Return the offer's pages as moves, without those offered before. `num_peer_pages` is the size of the peer's
-        pool. Raises ProtocolError as `read_offer` does."""
-        sizes = len(self.pages), self.num_cached_pages, num_peer_pages, self.num_tails
-        pages = read_offer(offer, schema, *sizes)
+    def take_offer(
+        self, offer: Offer, schema: HandoffSchema, num_peer_pages: int, num_peer_tails: int = 0
+    ) -> list[Move]:
+        """Return the offer's pages as moves, without those offered before. `num_peer_pages` and `num_peer_tails` are
+        the pages in the peer's pools. Raises ProtocolError as `read_offer` does."""
+        claimed = len(self.pages), self.num_cached_pages
+        pages = read_offer(offer, schema, *claimed, num_peer_pages, self.num_tails, num_peer_tails)
         new = [page for page in pages if page.index not in self._offered]
         moves = [
             Move(self.unit, page.index, page.source, self.pages[page.index], page.generation, page.checksums)
@@ -181,13 +183,14 @@ def read_offer(
     num_cached_pages: int,
     num_peer_pages: int,
     num_tails: int = 0,
+    num_peer_tails: int = 0,
 ) -> list[OfferedPage]:
     """Return the offer's pages.
 
     The claim is for `num_pages` pages without the first `num_cached_pages`. The last `num_tails` of them are tail
-    pages. `num_peer_pages` is the size of the peer's pool, behind which its tail pages are numbered; 0 means not known
-    yet, so the offer came too early. Raises ProtocolError for anything that does not fit the claim, the schema or the
-    peer's pool.
+    pages. `num_peer_pages` is the size of the peer's pool, behind which its `num_peer_tails` tail pages are numbered; 0
+    means not known yet, so the offer came too early. Raises ProtocolError for anything that does not fit the claim, the
+    schema or the peer's pool.
     """
     _check_columns(offer, schema)
     indices, sources = unpack_column(offer.indices), unpack_column(offer.pages)
@@ -208,10 +211,11 @@ def read_offer(
         raise ProtocolError(
             f"offered pages {wrong[:8]} are not in a pool of {num_peer_pages} pages, whose page 0 is padding", rid=rid
         )
-    wrong = [source for source in set(sources) - set(kept) if source <= num_peer_pages]
+    end = num_peer_pages + num_peer_tails
+    wrong = [source for source in sorted(set(sources) - set(kept)) if not num_peer_pages < source < end]
     if wrong:
         raise ProtocolError(
-            f"offered pages {wrong[:8]} are no tail pages, whose numbers are above {num_peer_pages}", rid=rid
+            f"offered pages {wrong[:8]} are not among the peer's tail pages {num_peer_pages + 1} to {end - 1}", rid=rid
         )
     _check_unlike("pages", sources, rid)
     if offer.row is not None and schema.checksum != "none" and row_checksum(offer.row) != offer.row_checksum:

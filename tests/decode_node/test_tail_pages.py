@@ -14,6 +14,7 @@ from thinned import halved
 from ties import Reference
 
 from baton.engine.engine import Engine
+from baton.engine.state.pages import Owner
 from baton.metadata.handoff.schema.schema import handoff_bytes
 
 PAGE_SIZE, WINDOW = 4, 9
@@ -95,11 +96,11 @@ def test_a_hit_at_a_page_edge_continues_as_if_all_had_been_computed(
     pair = make_pair()
     base = prompt(50)
     check(pair, reference, [base], 4)
-    for cut in (30, 32, 36, 47, 48):  # the node held tail pages 6 to 12, and a hit needs two of them
+    for cut in (8, 30, 32, 36, 47, 48):  # in several chunks, whose tail pages the cache has
         pair.submit(f"cut {cut}", base[:cut] + prompt(5, cut), params(8))
         result = pair.run()[f"cut {cut}", 0]
         assert result.ended is not None
-        assert result.ended.num_cached == (cut // PAGE_SIZE * PAGE_SIZE if cut >= 32 else 0), cut
+        assert result.ended.num_cached == cut // PAGE_SIZE * PAGE_SIZE, cut
         ids = base[:cut] + prompt(5, cut)
         reference.assert_greedy(ids, result.ids, reference.generate(ids, 8))
 
@@ -121,6 +122,37 @@ def test_tail_pages_that_have_not_come_do_not_enter_the_cache(
     check(pair, reference, [ids], 30, is_local=True)
 
 
+def test_a_sequence_alone_that_holds_copies_of_cached_pages_is_preempted_and_not_failed(
+    reference: Reference, make_pair: Callable[..., NodePair]
+) -> None:
+    """Its hit was cut back for want of tail pages, so it computed pages that the cache has, too."""
+    pair, base = make_pair(decode={"num_pages": 45}), prompt(100)
+    check(pair, reference, [base], 2)
+    cache = pair.decode.cache
+    cache.allocate_tails(cache.available_tails, Owner.REQUEST)  # evicts the cached ones
+    cache.pool.release(
+        [page for page in range(45, 45 + cache.pool.num_tails) if cache.pool.owner(page) == Owner.REQUEST]
+    )
+    assert cache.match(base) == 25 and cache.match(base, num_tails=2) == 0
+    check(pair, reference, [base], 60, is_local=True)
+    assert pair.decode.scheduler.num_preemptions > 0
+
+
+def test_tail_pages_bound_no_hits_of_many_conversations(make_pair: Callable[..., NodePair]) -> None:
+    pair = make_pair(num_pages=1000, max_running=4)
+    texts = [prompt(40, 1 + index) for index in range(20)]
+    for turn in range(2):
+        for index, text in enumerate(texts):
+            pair.submit(f"{turn} {index}", text, params(2))
+        results = pair.run()
+        for index, text in enumerate(texts):
+            ended = results[f"{turn} {index}", 0].ended
+            assert ended is not None and ended.num_cached == (turn and 40)
+            text += [*results[f"{turn} {index}", 0].ids, *prompt(5, 100 + index)]
+    pools = pair.prefill.cache.pool
+    assert pools.num_tails < pools.num_pages // 3
+
+
 @pytest.mark.parametrize("is_local", [False, True])
 def test_preempted_sequences_continue_as_before(
     is_local: bool, reference: Reference, make_pair: Callable[..., NodePair]
@@ -133,7 +165,7 @@ def test_preempted_sequences_continue_as_before(
 def test_tail_pages_alone_bound_how_many_sequences_run(
     reference: Reference, make_pair: Callable[..., NodePair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "_most_tails", 1 + 13)
+    monkeypatch.setattr(Engine, "_num_tails", lambda *_: 1 + 13)
     pair, most = make_pair(), 0
     for index in range(6):
         pair.submit(str(index), prompt(40, index + 1), params(20))

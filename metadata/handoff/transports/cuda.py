@@ -28,7 +28,7 @@ from ...wire.data_link import CudaWelcome, LinkHello, LinkWelcome
 from ...wire.node_info import DevicePools
 from ...wire.request import Unit
 from ..descriptors import new_token, send_descriptors
-from ..memory import PageMemory, PeerMemory, num_counted_in
+from ..memory import PageMemory, PeerMemory
 from ..pages import DevicePool, Gather, MappedPools, OfferedPages
 from ..ranks.shards import PagePart
 from .base import Landed, Move, PullEnd, Transport
@@ -110,14 +110,12 @@ class CudaTransport(Transport):
                     "node's GPU: start both nodes with the same --speculative and --draft-model"
                 )
             layout = memory[0].layout if end.part is None else end.part.pools[0].layout
-            num_pages = num_counted = welcome.num_pages
-            if any(pool.first for pool in memory):
-                num_counted = num_counted_in(welcome.sizes[0], layout, num_pages)
+            num_pages, num_tails = welcome.num_pages, welcome.num_tails
             where = welcome.pid, welcome.fds[0], welcome.sizes[0]
-            peer = PeerMemory(*where, layout, num_pages, num_counted=num_counted)
+            peer = PeerMemory(*where, layout, num_pages, num_counted=num_pages + num_tails)
             undo.callback(peer.close)
             sizes = welcome.pools.sizes
-            pools = device.map(descriptors, sizes, num_pages, end.part, num_counted - num_pages)
+            pools = device.map(descriptors, sizes, num_pages, end.part, num_tails)
             undo.pop_all()
         return cls(memory, device, pools, peer, end.part)
 

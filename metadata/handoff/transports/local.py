@@ -14,7 +14,7 @@ import msgspec
 
 from ...errors import TransferError
 from ...wire.data_link import LinkHello, LinkWelcome, RankWelcome
-from ..memory import PageMemory, PeerMemory, num_counted_in, whole_part
+from ..memory import PageMemory, PeerMemory, whole_part
 from ..pages import OfferedPages
 from ..ranks.shards import PagePart
 from .base import Landed, PullEnd, Transport
@@ -65,13 +65,11 @@ class LocalTransport(Transport):
             )
         with contextlib.ExitStack() as undo:
             peers: list[PeerMemory] = []
-            num_counted = welcome.num_pages
-            if any(own.first for own in memory):
-                num_counted = num_counted_in(welcome.sizes[0], part.pools[0].layout, welcome.num_pages)
+            num_counted = welcome.num_pages + welcome.num_tails
             for own, pool, fd, size in zip(memory, part.pools, welcome.fds, welcome.sizes, strict=True):
                 num_pages, first = welcome.num_pages, 0
                 if own.first:  # tail pages
-                    num_pages, first = num_counted - welcome.num_pages, welcome.num_pages
+                    num_pages, first = welcome.num_tails, welcome.num_pages
                 peer = PeerMemory(welcome.pid, fd, size, pool.layout, num_pages, first, num_counted=num_counted)
                 undo.callback(peer.close)
                 peers.append(peer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import PrefixCache
-from baton.engine.state.tail_pages import TailPages, most_tails, tails_before
+from baton.engine.state.tail_pages import TailPages, most_tails, tails_before, tails_beside
 from baton.metadata.errors import OutOfPages
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.pages import page_checksums
@@ -52,7 +54,7 @@ def test_work_continues_only_behind_a_page_whose_tail_is_cached() -> None:
     assert num_tails == 2
     pages, tails = cache.allocate(10, Owner.REQUEST), cache.allocate_tails(5, Owner.REQUEST)
     lease = cache.insert(TOKENS, pages)
-    assert cache.give_tails(lease, 4, tails) == tails  # of pages 4 to 8; page 9 has none
+    assert cache.give_tails(lease, 4, tails, 7) == tails  # of pages 4 to 8; page 9 has none
     assert cache.give_tails(lease, 4, cache.allocate_tails(1, Owner.REQUEST)) == [], "it has one already"
     assert cache.match(TOKENS) == 10 and cache.match(TOKENS, num_tails=num_tails) == 9
     for limit, expected in ((9, 9), (6, 6), (5, 0), (3, 0)):
@@ -62,12 +64,34 @@ def test_work_continues_only_behind_a_page_whose_tail_is_cached() -> None:
         cache.release(hit)
     cache.release(lease)
     assert cache.available_tails == NUM_TAILS - 2, "one is still a request's"
-    cache.allocate_tails(8, Owner.REQUEST)  # evicts the oldest unused ones
+    cache.allocate_tails(6, Owner.REQUEST)  # evicts that of page 6: nobody has continued behind it, and no text ends
     assert cache.match(TOKENS) == 10, "kept pages stay without their tails"
-    assert cache.match(TOKENS, num_tails=num_tails) in (0, 9)
+    assert cache.match(TOKENS, limit_pages=8, num_tails=num_tails) == 6, "work has continued there"
+    assert cache.match(TOKENS, num_tails=num_tails) == 9
+    cache.allocate_tails(3, Owner.REQUEST)
+    assert cache.match(TOKENS, limit_pages=8, num_tails=num_tails) == 0
     cache.flush()
     ledger = cache.tail_ledger()
     assert ledger is not None and ledger.cache == ledger.cache_referenced == 0
+
+
+def test_a_request_exchanges_what_it_reads_no_more_even_if_no_page_is_free() -> None:
+    cache = PrefixCache(PagePool(NUM_PAGES, PAGE_SIZE, num_tails=NUM_TAILS))
+    pages, tails = cache.allocate(10, Owner.REQUEST), cache.allocate_tails(11, Owner.REQUEST)
+    lease = cache.insert(TOKENS, pages)
+    assert cache.exchange_tails(lease, 0, tails[:3], Owner.REQUEST) == tails[:3], "the cache gives them back"
+    cache.pool.release(tails[9:])
+    assert cache.exchange_tails(lease, 0, tails[:3], Owner.REQUEST) == [tails[0], *tails[9:]]
+    assert cache.available_tails == 2 and cache.match(TOKENS, num_tails=1) == 3
+    assert cache.exchange_tails(lease, 8, tails[3:6], Owner.REQUEST)[2] == tails[5], "no page 10 is cached"
+
+
+def test_tail_pages_are_few_beside_many_kept_ones_and_enough_for_a_chunk() -> None:
+    sizes: dict[str, Any] = {"num_new": 6, "chunk_len": 512, "max_running": 64}
+    for num_pages in (3, 40, 400, 4000, 400_000):
+        num_tails = tails_beside(num_pages, 128, 16, **sizes)
+        assert num_tails == num_pages or num_tails > max(num_pages // 4, 2 * most_tails(128, 512, 16))
+        assert num_tails <= min(num_pages, num_pages // 2 + 100), num_pages
 
 
 def test_damage_of_a_tail_page_changes_its_own_checksums_alone() -> None:
