@@ -257,7 +257,7 @@ class Engine:
         for num_new in (*sizes, num_tokens, num_tokens):
             started = time.monotonic()
             self._ranks.announce(num_new)
-            computed = self.compute([BatchRow([0] * num_new, 0, pages)])
+            computed = self.compute([BatchRow([0] * num_new, 0, pages, tail=())])
             for state in each_kind(self.model_config.vocab_size):
                 self.sample(computed.logits, [state])
             self._warm_up_drafter(num_new, pages, computed.extend)
@@ -269,13 +269,13 @@ class Engine:
         self.longest_chunk = num_tokens, step_s
         self._warm_up_history(num_tokens, pages)
         if self.num_nodes > 1 and self.kind.is_apart:  # rows of unlike numbers are padded, which takes memory
-            self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages)])
+            self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages, tail=())])
             row = torch.zeros(1, self.model_config.hidden_size, dtype=_DTYPES[self.dtype_name], device=self.device)
             self._ranks.rehearse_exchanges(row, num_tokens + num_tokens // 4)  # rounds share the forward of a chunk
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
             self._ranks.announce(num_tokens)
-            self.compute([BatchRow([0] * num_tokens, 0, pages)])
+            self.compute([BatchRow([0] * num_tokens, 0, pages, tail=())])
             peak = torch.cuda.max_memory_allocated(self.device) - before
             self._bytes_per_row = peak / (num_tokens * self.num_nodes)
         self.pool.release(pages)
@@ -345,7 +345,7 @@ class Engine:
             return
         table = [pages[0]] * (num_before // page_size) + pages + [pages[0]]
         self._ranks.announce(num_tokens * num_seqs)
-        computed = self.compute([BatchRow([0] * num_tokens, num_before, table)] * num_seqs)
+        computed = self.compute([BatchRow([0] * num_tokens, num_before, table, tail=())] * num_seqs)
         if self.drafter is not None:
             chunk = PromptChunk([0] * (num_before + num_tokens), num_before, num_before + num_tokens, table)
             with torch.inference_mode():
@@ -444,6 +444,7 @@ class Engine:
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed:
         """Store the rows' KV; return their logits and the states that a drafter needs of their tokens."""
+        assert not self.tail_window or all(row.tail is not None for row in rows), "a row lacks its tail pages"
         computed = None
         if self._prompt_graphs is not None and len(set(self.lens)) <= 1:  # a graph has as many rows of each rank
             computed = self._prompt_graphs.compute(rows, *self.lens[:1])

@@ -36,7 +36,7 @@ class BatchRow:
     """New tokens of one sequence of a forward.
 
     `pages` must cover position + len(input_ids) tokens; more is fine. `tail` has the tail page of each page of tokens,
-    if the model has such pages; those that no new token sees may be any. Without it, padding is written. Logits are
+    if the model has such pages; those that no new token sees may be any. If it is empty, padding is written. Logits are
     wanted for the last `num_logits` of the new tokens. The first `num_scored` of them score the token that follows
     them.
     """

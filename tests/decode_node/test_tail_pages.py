@@ -49,10 +49,7 @@ def make_pair(model: Path) -> Iterator[Callable[..., NodePair]]:
 
         yield make
         for pair in made:
-            for node in (pair.prefill, pair.decode):
-                node.cache.flush()
-                ledger = node.cache.tail_ledger()
-                assert ledger is not None and ledger.free + ledger.padding == node.cache.pool.num_tails, ledger
+            pair.check_books()
 
 
 def check(pair: NodePair, reference: Reference, prompts: Sequence[list[int]], num_new: int, **options: Any) -> None:
