@@ -81,16 +81,17 @@ class SequencePages:
             sequence.add_pages(self._cache.allocate(num_missing, Owner.REQUEST))
         if sequence.tail is not None:
             tails, end = self._cache.allocate_tails(num_tails, Owner.REQUEST), self._tail_end(sequence, num_tokens)
-            if sequence.num_to_compute > 1:
+            if sequence.num_to_compute > 1 or sequence.tail.first * self._page_size < sequence.prompt_len:
                 self._give_passed(sequence, sequence.tail.passed(end, num_tails))
             sequence.tail.extend(end, tails)
 
     def _give_passed(self, sequence: Sequence, passed: range) -> None:
-        """Exchange the tail pages of these pages of tokens, which the next chunk would write over, for others, so that
-        the prefix cache has them."""
+        """Exchange the tail pages of these pages of tokens, which the next tokens would write over, for others, so that
+        the prefix cache has those of the prompt. Another text may continue behind its end."""
         assert sequence.lease is not None and sequence.tail is not None, sequence.unit
         tails = sequence.tail.numbers(passed)
-        others = self._cache.exchange_tails(sequence.lease, passed.start, tails, Owner.REQUEST)
+        end = sequence.prompt_len // self._page_size - self._num_tails
+        others = self._cache.exchange_tails(sequence.lease, passed.start, tails, Owner.REQUEST, end)
         sequence.tail.replace(passed.start, others)
 
     def _num_missing(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
@@ -205,13 +206,13 @@ class SequencePages:
         self._free(sequence, len(sequence.pages), taken)
         sequence.give_up_pages()
 
-    def _give_tails(self, sequence: Sequence, first: int, tails: list[int], pinned: int | None = None) -> list[int]:
+    def _give_tails(self, sequence: Sequence, first: int, tails: list[int], end: int | None = None) -> list[int]:
         """Give tail pages of a sequence to the prefix cache, which are those of the pages of tokens from `first` on; a
-        text may continue behind those from page `pinned` on. Only full pages of tokens with KV count: pages that were
+        text may continue behind those from page `end` on. Only full pages of tokens with KV count: pages that were
         to be pulled may not have come. Return those that the cache took."""
         assert sequence.lease is not None, sequence.unit
         num_full = max(0, sequence.num_computed // self._page_size - first)
-        return self._cache.give_tails(sequence.lease, first, tails[:num_full], pinned) if tails else []
+        return self._cache.give_tails(sequence.lease, first, tails[:num_full], end) if tails else []
 
     def _most_cached(self, sequence: Sequence) -> int:
         """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are

@@ -75,7 +75,7 @@ class PrefixCache:
         self._root = _Node(page=0, key=b"", parent=None)
         self._idle: OrderedDict[_Node, None] = OrderedDict()
         self._idle_tails: OrderedDict[_Node, None] = OrderedDict()  # nodes whose tail page nobody uses, as `_idle`
-        self._passed_tails: OrderedDict[_Node, None] = OrderedDict()  # likewise, of tail pages that were never pinned
+        self._passed_tails: OrderedDict[_Node, None] = OrderedDict()  # likewise, before the end of a text, never used
         self._num_pages = self._num_tails = 0
 
     @property
@@ -163,10 +163,12 @@ class PrefixCache:
             self._use_tail(lease, node)
         return lease
 
-    def give_tails(self, lease: Lease, first: int, tails: Sequence[int], pinned: int | None = None) -> list[int]:
-        """Give computed tail pages of a request to the cache: those of the lease's pages from page `first` on. The
-        lease pins those from page `pinned` on (None: no one): the request still reads them, or a text may continue
-        behind them. Return those that the cache took. It takes none of a page that has one."""
+    def give_tails(
+        self, lease: Lease, first: int, tails: Sequence[int], end: int | None = None, *, pins: bool = True
+    ) -> list[int]:
+        """Give computed tail pages of a request to the cache: those of the lease's pages from page `first` on. Those
+        from page `end` on (None: no one) are at the end of a text, which may continue. The lease pins these if `pins`.
+        Return those that the cache took. It takes none of a page that has one."""
         taken: list[int] = []
         nodes = list(self._path(lease))[::-1]
         for index, (node, tail) in enumerate(zip(nodes[first:], tails, strict=False), first):
@@ -174,16 +176,19 @@ class PrefixCache:
                 self.pool.transfer((tail,), Owner.CACHE)
                 node.tail = tail
                 self._num_tails += 1
-                self._passed_tails[node] = None
+                is_end = end is not None and index >= end
+                (self._idle_tails if is_end else self._passed_tails)[node] = None
                 taken.append(tail)
-                if pinned is not None and index >= pinned:
+                if is_end and pins:
                     self._use_tail(lease, node)
         return taken
 
-    def exchange_tails(self, lease: Lease, first: int, tails: Sequence[int], owner: Owner) -> list[int]:
+    def exchange_tails(
+        self, lease: Lease, first: int, tails: Sequence[int], owner: Owner, end: int | None = None
+    ) -> list[int]:
         """Give tail pages, as `give_tails`, that a request reads no more, and take as many others for it. Return the
         tail pages that it has now. This never fails: the pages that were given can be evicted again."""
-        taken = self.give_tails(lease, first, tails)
+        taken = self.give_tails(lease, first, tails, end, pins=False)
         others = dict(zip(taken, self.allocate_tails(len(taken), owner), strict=True))
         return [others.get(tail, tail) for tail in tails]
 

@@ -15,6 +15,7 @@ from ties import Reference
 
 from baton.engine.engine import Engine
 from baton.engine.state.pages import Owner
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.metadata.handoff.schema.schema import handoff_bytes
 
 PAGE_SIZE, WINDOW = 4, 9
@@ -59,6 +60,10 @@ def check(pair: NodePair, reference: Reference, prompts: Sequence[list[int]], nu
     before = len(pair.results) - len(prompts)
     for (_, result), ids in zip(list(pair.run().items())[before:], prompts, strict=True):
         reference.assert_greedy(ids, result.ids, reference.generate(ids, num_new))
+
+
+def evict_tails(cache: PrefixCache) -> None:
+    cache.pool.release(cache.allocate_tails(cache.available_tails, Owner.REQUEST))
 
 
 @pytest.mark.parametrize(
@@ -108,8 +113,10 @@ def test_tail_pages_that_have_not_come_do_not_enter_the_cache(
     pair, ids = make_pair(), prompt(50)
     check(pair, reference, [ids], 30)
     cache = pair.decode.cache
+    assert cache.match(ids, num_tails=2) == 12, "the ends of prompt and text have their tail pages"
+    evict_tails(cache)
     before = cache.match(ids), cache.match(ids, num_tails=2)
-    assert before == (12, 0), "the pages of the prompt are there, and the tail of the end of the text"
+    assert before == (12, 0)
     pair.submit("dropped", ids, params(5))
     pair.step_until(lambda: pair.decode.scheduler.reserved)
     [sequence] = pair.decode.scheduler.reserved.values()
@@ -126,10 +133,7 @@ def test_a_sequence_alone_that_holds_copies_of_cached_pages_is_preempted_and_not
     pair, base = make_pair(decode={"num_pages": 45}), prompt(100)
     check(pair, reference, [base], 2)
     cache = pair.decode.cache
-    cache.allocate_tails(cache.available_tails, Owner.REQUEST)  # evicts the cached ones
-    cache.pool.release(
-        [page for page in range(45, 45 + cache.pool.num_tails) if cache.pool.owner(page) == Owner.REQUEST]
-    )
+    evict_tails(cache)
     assert cache.match(base) == 25 and cache.match(base, num_tails=2) == 0
     check(pair, reference, [base], 60, is_local=True)
     assert pair.decode.scheduler.num_preemptions > 0
