@@ -92,14 +92,15 @@ def test_every_length_of_a_prompt_gives_the_output_of_transformers(
         check(pair, reference, [prompt(first + more) for more in range(20)], 6, is_local=is_local)
 
 
+@pytest.mark.parametrize("is_local", [False, True])
 def test_a_hit_at_a_page_edge_continues_as_if_all_had_been_computed(
-    reference: Reference, make_pair: Callable[..., NodePair]
+    is_local: bool, reference: Reference, make_pair: Callable[..., NodePair]
 ) -> None:
     pair = make_pair()
     base = prompt(50)
-    check(pair, reference, [base], 4)
+    check(pair, reference, [base], 20, is_local=is_local)
     for cut in (8, 30, 32, 36, 47, 48):  # in several chunks, whose tail pages the cache has
-        pair.submit(f"cut {cut}", base[:cut] + prompt(5, cut), params(8))
+        pair.submit(f"cut {cut}", base[:cut] + prompt(5, cut), params(8), is_local=is_local)
         result = pair.run()[f"cut {cut}", 0]
         assert result.ended is not None
         assert result.ended.num_cached == cut // PAGE_SIZE * PAGE_SIZE, cut
