@@ -39,7 +39,7 @@ def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos
             return _PagedPicks(config, plan, turns, sight, kv_layers, pools.further[INDEX])
         pieces = LatentPieces.of(batch, config.latent, config.num_heads, kv.itemsize)
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
-    fuses = set(config.sliding_window) == {None} and not config.has_sinks  # torch's fused attention has none
+    fuses = set(config.sliding_window) == {None} and not config.has_sinks
     prompts = PromptPieces.of(batch, kv, cos.dtype) if fuses else None
     return _PagedAttention(config, _plan(batch), prompts, kv_layers, pools.value_layers, cos, sin)
 
@@ -81,7 +81,7 @@ class _PagedAttention(AttentionContext):
 
     def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
         kv_layer, rows, eps = self.kv_layers[heads.layer], self.plan.new_rows, self.config.rms_norm_eps
-        prompts = self.prompts
+        prompts = self.prompts if heads.sinks is None else None  # torch's fused attention has none
         fuses = prompts is not None
         values = self.values_of(heads)
         q = norm_rotate_store(

@@ -20,6 +20,7 @@ from heads import over_all_tokens
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.checkpoint.model_config import WINDOW_POOL, WINDOW_VALUES
 from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
@@ -177,14 +178,21 @@ class Solo:
         """Return what the pools beside that of KV hold of all tokens with target KV."""
         pools = self.engine.draft_pools if of_draft else self.engine.target_pools
         further = () if pools is None else pools.further.values()
-        return [gather(pool, sequence.pages, sequence.num_computed) for pool in further]
+        return [gather(pool, self._table(pool, sequence), sequence.num_computed) for pool in further]
+
+    def _table(self, pool: torch.Tensor, sequence: Running) -> list[int]:
+        """Return the pages of a sequence in one of the pools."""
+        further = self.engine.target_pools.further
+        is_tail = any(pool is further.get(name) for name in (WINDOW_POOL, WINDOW_VALUES))
+        return sequence.tail.pages if is_tail and sequence.tail is not None else sequence.pages
 
     def poison(self, sequence: Running) -> None:
         """Overwrite every slot of the sequence beyond its tokens with KV, in all pools."""
         page_size = self.engine.pool.page_size
         for kv in self.engine.kvs:
+            table = self._table(kv, sequence)
             for slot in range(sequence.num_computed, len(sequence.pages) * page_size):
-                kv[:, sequence.pages[slot // page_size], :, :, slot % page_size] = POISON
+                kv[:, table[slot // page_size], :, :, slot % page_size] = POISON
 
     def _allocate(self, num_tokens: int) -> list[int]:
         """Return pages of a sequence, which has a tail page for each if the model has any."""
