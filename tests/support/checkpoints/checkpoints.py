@@ -167,7 +167,7 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
 _BIASED = ("gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
 _NORMED = {
     "gemma3_text": {"norm.weight": 0.3},
-    "gemma4_text": {"norm.weight": 1.0, "layer_scalar": 1.0},
+    "gemma4_text": dict.fromkeys(("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar"), 1.0),
 }  # families whose norms are spread: transformers leaves all at one
 
 
