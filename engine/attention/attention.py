@@ -45,13 +45,14 @@ from .paged import begin_paged, paged_queries
 from .picked import PickedAttention
 from .pool_rows import PoolRows
 
+Rotary = Callable[[torch.Tensor, torch.dtype], CosSin]  # a RotaryEmbedding, or one that keeps what it has made
 _Queries = Callable[[torch.Tensor, int], torch.Tensor]
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 
 
 def begin_attention(
     config: ModelConfig,
-    rotary: RotaryEmbedding,
+    rotary: Rotary,
     batch: ForwardBatch | JointBatch,
     pools: ModelPools,
     dtype: torch.dtype,
@@ -64,7 +65,7 @@ def begin_attention(
 
 def _begin(
     config: ModelConfig,
-    rotary: RotaryEmbedding,
+    rotary: Rotary,
     batch: ForwardBatch | JointBatch,
     pools: ModelPools,
     dtype: torch.dtype,

@@ -175,6 +175,7 @@ class ModelConfig:
     window: WindowConfig | None = None  # None: layers with a window are as the others
     gemma4: Gemma4Config | None = None
     softcap: float | None = None  # logits are cap * tanh(logits / cap)
+    has_tail: bool = False  # the pool of layers with a window has tail pages
     further: tuple[Further, ...] = ()  # pools beside that of KV
     value_scale: float = 1.0  # by which values are multiplied
     predicts_in_window: bool = False  # prediction layers are dense, and else as the layers with a window
@@ -247,13 +248,26 @@ class ModelConfig:
         """Whether the KV of layers with a window has a pool of its own."""
         return self.window is not None and self.window.has_pool
 
+    @property
+    def tail_window(self) -> int:
+        """Positions that the layers with tail pages see, their own included; 0: there are no such layers."""
+        return max(filter(None, self.sliding_window)) if self.has_tail else 0
+
+    def with_tail(self) -> ModelConfig:
+        """Return the configuration with tail pages, if some layers have a window, and others see all positions."""
+        is_mixed = None in self.sliding_window and set(self.sliding_window) != {None}
+        if not is_mixed or self.latent is not None:
+            return self
+        window = self.window or WindowConfig(self.rope, self.num_kv_heads, self.head_dim, has_pool=True)
+        return replace(self, window=replace(window, has_pool=True), has_tail=True)
+
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
         window. Each has the layers of its pool."""
         window = self.window
         assert window is not None, "all layers are alike"
         sizes = [len(self._stored(is_windowed=each)) for each in (False, True)]
-        plain = replace(self, window=None, gemma4=None)
+        plain = replace(self, window=None, gemma4=None, has_tail=False)
         unbounded = replace(plain, num_layers=sizes[0], sliding_window=(None,) * sizes[0])
         windows = (max(filter(None, self.sliding_window), default=None),) * sizes[1]
         heads = {"num_kv_heads": window.num_kv_heads, "head_dim": window.head_dim}
@@ -303,12 +317,12 @@ class ModelConfig:
             )
             for each in self.further
         ]
-        kinds = self.by_window() if self.has_window_pool else (self,)
-        further += [FurtherPool(WINDOW_POOL, kind.num_layers, planes(kind)) for kind in kinds[1:]]
+        kinds, window = self.by_window() if self.has_window_pool else (self,), self.tail_window
+        further += [FurtherPool(WINDOW_POOL, kind.num_layers, planes(kind), window) for kind in kinds[1:]]
         if self.value_dim is not None:
             further += [
-                FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),))
-                for name, kind in zip((VALUES, WINDOW_VALUES), kinds, strict=False)
+                FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),), seen)
+                for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (0, window), strict=False)
             ]
         return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 

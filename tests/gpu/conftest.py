@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.engine import Engine
 
 HERE = Path(__file__).parent
 
@@ -25,6 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tries_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are where kernels run on a GPU for the first time."""
     monkeypatch.setattr(ModelConfig, "untried_on_gpu", None)
+    monkeypatch.setattr(Engine, "has_tails_on_gpu", True)
 
 
 @pytest.fixture(params=["one-gpu", "two-gpus"])

@@ -12,13 +12,12 @@ import drafters
 import mxfp4
 import pytest
 import torch
-from matrix import CELLS, PAGE_SIZE, Plain, run_cell
+from matrix import CELLS, PAGE_SIZE, Plain, pages_for, run_cell
 from node_pair import NodePair
 from quantized import SCHEMES, quantized
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 
 Checkpoint = Callable[..., Path]
@@ -124,10 +123,10 @@ def logits(model: Path, device: str, ids: list[int], chunks: list[int], **settin
     """Return the logits of all tokens, [len(ids), vocab_size], on the CPU."""
     config = EngineConfig(model=str(model), device=device, dtype="float32", num_pages=40, tune=False, **settings)
     engine = Engine(config)
-    pages = engine.pool.allocate(-(-len(ids) // engine.pool.page_size), Owner.REQUEST)
+    pages, tail = pages_for(engine, len(ids))
     found: list[torch.Tensor] = []
     at = 0
     for num_new in chunks:
-        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new)]).cpu())
+        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new, tail=tail)]).cpu())
         at += num_new
     return torch.cat(found)
