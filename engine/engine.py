@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from msgspec import structs
@@ -85,8 +84,6 @@ class Engine:
     Raises ModelError when the checkpoint cannot be served and ConfigError when the settings cannot work with it.
     """
 
-    has_tails_on_gpu: ClassVar[bool] = False  # tail pages have not run on a GPU yet
-
     def __init__(
         self,
         config: EngineConfig,
@@ -103,8 +100,7 @@ class Engine:
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         _check_tried(self.device, self.model_config, self.speculation.draft)
-        has_tails = self.has_tails_on_gpu or not self.kind.is_apart
-        if has_tails and not self.speculation.frozen_layers:  # these are read at any position by a drafter
+        if not self.speculation.frozen_layers:  # these are read at any position by a drafter
             self.model_config = self.model_config.with_tail()
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema

@@ -198,13 +198,7 @@ class ModelConfig:
     @property
     def untried_on_gpu(self) -> str | None:
         """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
-        if self.index is not None:
-            return "attention to the tokens that an indexer picks"
-        if self.value_dim is not None:
-            return "attention with values narrower than keys"
-        if self.gemma4 is not None and self.experts is not None:
-            return "experts with GELU"
-        return "attention with heads of more than 256 numbers" if self.latent is None and self.head_dim > 256 else None
+        return "GELU in experts" if self.gemma4 is not None and self.experts is not None else None
 
     @property
     def q_size(self) -> int:

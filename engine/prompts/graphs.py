@@ -56,8 +56,9 @@ class PromptInputs(NamedTuple):
         offsets = aligned(sizes)
         block = torch.zeros(offsets[-1], dtype=torch.int64, device=device, pin_memory=pinned)
         parts = (block[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False))
-        *columns, table, tails = parts
-        return cls(block, *columns, table.view(MAX_SEQS + 1, num_columns), tails.view(MAX_SEQS + 1, num_tails))
+        ids, positions, seq_lens, starts, logit_rows, table, tails = parts
+        tables = table.view(MAX_SEQS + 1, num_columns), tails.view(MAX_SEQS + 1, num_tails)
+        return cls(block, ids, positions, seq_lens, starts, logit_rows, *tables)
 
     @classmethod
     def of(

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from baton.engine.checkpoint.model_config import ModelConfig
-from baton.engine.engine import Engine
 
 HERE = Path(__file__).parent
 
@@ -26,7 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tries_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are where kernels run on a GPU for the first time."""
     monkeypatch.setattr(ModelConfig, "untried_on_gpu", None)
-    monkeypatch.setattr(Engine, "has_tails_on_gpu", True)
 
 
 @pytest.fixture(params=["one-gpu", "two-gpus"])
