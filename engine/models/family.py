@@ -8,7 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint.config_file import ConfigFile
-from ..checkpoint.model_config import ExpertsConfig, Further, Gemma4Config, IndexConfig, LatentConfig, ModelConfig
+from ..checkpoint.model_config import (
+    CompressedConfig,
+    ExpertsConfig,
+    Further,
+    Gemma4Config,
+    IndexConfig,
+    LatentConfig,
+    ModelConfig,
+)
 
 if TYPE_CHECKING:
     from ..checkpoint.weights import Weights
@@ -48,6 +56,7 @@ class ModelFamily:
     read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts
     read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own
     read_index: Callable[[ConfigFile], IndexConfig] | None = None  # None: it has no indexers
+    read_compressed: Callable[[ConfigFile], CompressedConfig] | None = None  # None: attention sees tokens alone
     read_gemma4: Callable[[ConfigFile], Gemma4Config] | None = None
     respell: Callable[[ConfigFile], None] | None = None  # renames fields of published files
     value_dim: Callable[[ConfigFile, int], int | None] | None = None  # of a value, by that of a key; None: as wide

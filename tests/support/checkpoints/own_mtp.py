@@ -18,6 +18,8 @@ from torch import Tensor
 
 def with_mtp(source: Path, path: Path) -> Path:
     """Return a copy of a checkpoint with a random layer behind its last one, and copies of embedding and head."""
+    if json.loads((source / "config.json").read_text())["model_type"] == "deepseek_v4":
+        return _with_stream_mtp(source, path)
     shutil.copytree(source, path)
     tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     generator, num = torch.Generator().manual_seed(7), config["num_hidden_layers"]
@@ -36,6 +38,34 @@ def with_mtp(source: Path, path: Path) -> Path:
     tensors[f"{own}eh_proj.weight"] = torch.randn(size, 2 * size, generator=generator) / 8
     tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{own}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return path
+
+
+def _with_stream_mtp(source: Path, path: Path) -> Path:
+    """Do the same for DeepSeek-V4, whose layer has the names `mtp.0` and attention to a window alone, as the first
+    layer of a model has it."""
+    shutil.copytree(source, path)
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    generator, last = torch.Generator().manual_seed(7), f"model.layers.{config['num_hidden_layers'] - 1}."
+    for name, tensor in list(tensors.items()):
+        own = name.removeprefix("model.layers.0.attn.").replace("norm.weight", "kv_norm.weight", 1)
+        own = own.replace("q_kv_norm", "q_norm")
+        is_attention = name.startswith("model.layers.0.attn.")
+        if is_attention or (name.startswith(last) and ".attn." not in name):
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
+            new = f"mtp.0.attn.{own}" if is_attention else f"mtp.0.{name.removeprefix(last)}"
+            tensors[new] = noise if tensor.ndim == 2 else tensor + 0.1 * noise
+    size, hc_mult = config["hidden_size"], config["hc_mult"]
+    for name in ("enorm", "hnorm", "norm"):
+        tensors[f"mtp.0.{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+    for name in ("e_proj", "h_proj"):
+        tensors[f"mtp.0.{name}.weight"] = torch.randn(size, size, generator=generator) / 8
+    for name, shape in (("fn", (hc_mult, hc_mult * size)), ("base", (hc_mult,)), ("scale", (1,))):
+        tensors[f"mtp.0.hc_head_{name}"] = torch.randn(shape, generator=generator)
+    tensors["mtp.0.emb.tok_emb.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["mtp.0.head.weight"] = tensors["head.weight"].clone()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return path
