@@ -44,12 +44,14 @@ def with_mtp(source: Path, path: Path) -> Path:
 
 
 def _with_stream_mtp(source: Path, path: Path) -> Path:
-    """Do the same for DeepSeek-V4, whose layer has the names `mtp.0` and attention to a window alone, as the first
-    layer of a model has it."""
+    """Do the same for DeepSeek-V4, whose layer has the names `mtp.0` and attention to a window alone: that of
+    the first layer without its entries."""
     shutil.copytree(source, path)
     tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     generator, last = torch.Generator().manual_seed(7), f"model.layers.{config['num_hidden_layers'] - 1}."
     for name, tensor in list(tensors.items()):
+        if ".compressor." in name or ".indexer." in name:
+            continue
         own = name.removeprefix("model.layers.0.attn.").replace("norm.weight", "kv_norm.weight", 1)
         own = own.replace("q_kv_norm", "q_norm")
         is_attention = name.startswith("model.layers.0.attn.")
