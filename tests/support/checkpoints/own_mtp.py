@@ -122,3 +122,74 @@ class OwnMtpOracle:
     def _norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.target.config.rms_norm_eps
         return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * self._tensors[f"{name}.weight"]
+
+
+class StreamMtpOracle:
+    """The same of DeepSeek-V4, whose states are all residual streams side by side:
+
+    s_a = e_proj(enorm(E(t_{i+1}))) + h_proj(hnorm(h_ia));  g_i = layer(s)_i;  logits = lm_head(norm(collapse(g_i)))
+    """
+
+    kind = "mtp-deepseek"
+
+    def __init__(self, path: Path) -> None:
+        from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperHead
+
+        self.target = rounding_model(path, None)
+        config, tensors = self.target.config, load_file(path / "model.safetensors")
+        num, own = config.num_hidden_layers, "mtp.0."
+        deeper = path.with_name(f"{path.name}-deeper")
+        shutil.copytree(path, deeper)
+        self._tensors = {name.removeprefix(own): each for name, each in tensors.items() if name.startswith(own)}
+        as_layer = {f"model.layers.{num}.{name}": each.clone() for name, each in self._tensors.items()}
+        as_layer = {name: each for name, each in as_layer.items() if "attn" in name or "ffn" in name}
+        save_file(tensors | as_layer, deeper / "model.safetensors", {"format": "pt"})
+        more = {
+            "num_hidden_layers": num + 1,
+            "layer_types": [*config.layer_types, "sliding_attention"],
+            "mlp_layer_types": [*config.mlp_layer_types, "moe"],
+        }
+        model = rounding_model(deeper, None, **more).model
+        self._layer, self._rotary = model.layers[num], model.rotary_emb
+        self._head = DeepseekV4HyperHead(config)
+        self._head.load_state_dict({f"hc_{each}": self._tensors[f"hc_head_{each}"] for each in ("fn", "base", "scale")})
+        self._streams: Tensor | None = None  # of the target, before they collapse
+
+        def keep(_: object, args: tuple[Tensor]) -> None:
+            self._streams = args[0]
+
+        self.target.model.hc_head.register_forward_pre_hook(keep)
+
+    @torch.no_grad()
+    def rows(self, tokens: list[int], drafted: list[int]) -> tuple[Tensor, Tensor]:
+        """Do as `Oracle.rows`."""
+        self.target.model(torch.tensor([tokens[:-1]]), use_cache=False)
+        assert self._streams is not None
+        hidden, ids = self._streams, tokens[1:]
+        state = self._forward(hidden, ids)
+        for token in drafted:
+            hidden, ids = torch.cat((hidden, state[:, -1:]), dim=1), [*ids, token]
+            state = self._forward(hidden, ids)
+        return state[0].flatten(1), self.target.lm_head(self._norm(self._head(state), "norm"))[0]
+
+    def _forward(self, hidden: Tensor, ids: list[int]) -> Tensor:
+        embedded = self._norm(self.target.model.embed_tokens(torch.tensor([ids])), "enorm")
+        embedded = embedded @ self._tensors["e_proj.weight"].T
+        streams = self._norm(hidden, "hnorm") @ self._tensors["h_proj.weight"].T + embedded.unsqueeze(2)
+        num = len(ids)
+        behind = torch.arange(num)[:, None] - torch.arange(num)
+        is_hidden = (behind < 0) | (behind >= self.target.config.sliding_window)
+        mask = torch.zeros(num, num).masked_fill(is_hidden, float("-inf"))[None, None]
+        positions = torch.arange(num)[None]
+        turns = {name: self._rotary(streams, positions, layer_type=name) for name in ("main", "compress")}
+        return self._layer(
+            streams,
+            input_ids=torch.tensor([ids]),
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=turns,
+        )
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self.target.config.rms_norm_eps
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * self._tensors[f"{name}.weight"]
