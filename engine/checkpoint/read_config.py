@@ -68,7 +68,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         hc_mult=_hc_mult(raw, family),
         hands_over_collapsed=family.hands_over_collapsed,
         experts=None if family.read_experts is None else family.read_experts(raw),
-        quantization=read_quantization(raw, path),
+        quantization=read_quantization(raw, path, family.scale_name, may_pack_experts=family.may_pack_experts),
         rotary_dim=_rotary_dim(raw, family, rope, heads.head_dim),
         has_wide_norms=family.has_wide_norms,
         latent=heads.latent,

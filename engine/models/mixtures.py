@@ -70,8 +70,8 @@ def _sources(config: ModelConfig, weights: Weights, prefix: str, names: MixtureN
     gate_up = {f"{expert}.{name}": inner_size for expert in each for name in (names.gate, names.up)}
     down = {f"{expert}.{names.down}": size for expert in each}
     return ExpertSources(
-        weights.source(gate_up, size, bias=False, split=INNER_OUT),
-        weights.source(down, inner_size, bias=False, split=INNER_IN),
+        weights.source(gate_up, size, bias=False, split=INNER_OUT, are_experts=True),
+        weights.source(down, inner_size, bias=False, split=INNER_IN, are_experts=True),
         num,
         experts.clamp,
     )
