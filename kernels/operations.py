@@ -87,7 +87,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "index_scores": (_numba("attention.numba_picks"),),
         "paged_index_scores": (_triton("attention.triton_picks"),),
         "paged_picks": (_triton("attention.triton_picks"),),
-        # compressed.py
+        # entries.py
         "compress": (),
         "attend_rows": (),
         # streams.py

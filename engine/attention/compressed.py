@@ -1,5 +1,5 @@
 """The attention of a forward whose layers see a window, and entries that stand for several tokens each
-(kernels/attention/compressed.py).
+(kernels/entries/entries.py).
 
 Everything lies in pools with the page numbers of the sequence (pool_rows.py):
 
@@ -20,13 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.attention.compressed import compress, rotate_pairs_
+from ...kernels.entries.entries import compress, rotate_pairs_
 from ...kernels.products.norm import Norm
 from ..checkpoint.model_config import ModelConfig
 from ..rounds.batch import ForwardBatch, JointBatch
 from ..state.model_pools import ModelPools
 from .context import AttentionContext
-from .pool_rows import PoolRows, Span
+from .pool_rows import NewRows, PoolRows
 
 KV = "kv"  # name of the pool of keys among the rows
 
@@ -79,34 +79,34 @@ class CompressedAttention(AttentionContext):
         them."""
         rows, rate = self.rows, pool.rate
         rows.store(pool.inputs, pool.place, inputs)
-        for span in rows.spans():
-            first, end = span.start // rate, span.stop // rate  # windows
+        for new in rows.new_rows():
+            first, end = new.start // rate, new.stop // rate  # windows
             if first == end:
                 continue
             has_before = pool.overlaps and first > 0
-            read = rows.read(pool.inputs, pool.place, span, (first - has_before) * rate, end * rate)
+            read = rows.read(pool.inputs, pool.place, new, (first - has_before) * rate, end * rate)
             made = compress(read, pool.bias, pool.norm, has_before=has_before).unsqueeze(1)
             windows = torch.arange(first, end, device=made.device)
             rotate_pairs_(made, *_turns(windows * rate, pool.frequencies))
-            self._store_entries(pool, span, windows, made.squeeze(1))
+            self._store_entries(pool, new, windows, made.squeeze(1))
 
-    def entries(self, pool: EntryPool, span: Span) -> Tensor:
+    def entries(self, pool: EntryPool, new: NewRows) -> Tensor:
         """Return the entries that the last token of a sequence sees, [num_entries, width]."""
-        windows = torch.arange(span.stop // pool.rate, device=span.table.device)
-        whole, places = self._entry_places(pool, span, windows)
+        windows = torch.arange(new.stop // pool.rate, device=new.table.device)
+        whole, places = self._entry_places(pool, new, windows)
         return whole[places][:, : len(pool.norm.weight)]
 
-    def _store_entries(self, pool: EntryPool, span: Span, windows: Tensor, made: Tensor) -> None:
-        whole, places = self._entry_places(pool, span, windows)
+    def _store_entries(self, pool: EntryPool, new: NewRows, windows: Tensor, made: Tensor) -> None:
+        whole, places = self._entry_places(pool, new, windows)
         whole[places, : made.shape[1]] = made.to(whole.dtype)
 
-    def _entry_places(self, pool: EntryPool, span: Span, windows: Tensor) -> tuple[Tensor, Tensor]:
+    def _entry_places(self, pool: EntryPool, new: NewRows, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Return all entries of a layer, and the places of those of some windows among them."""
         layer, rate = self.rows.pools[pool.entries][pool.place], pool.rate
         page_size, width = layer.shape[3:]
         assert page_size % rate == 0, (page_size, rate)
         slots = windows * rate
-        places = span.table[slots // page_size] * (page_size // rate) + slots % page_size // rate
+        places = new.table[slots // page_size] * (page_size // rate) + slots % page_size // rate
         return layer.view(-1, rate * width), places
 
 

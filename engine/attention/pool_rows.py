@@ -34,7 +34,7 @@ class SeenRows(NamedTuple):
     is_seen: torch.Tensor  # [query_len, seq_len] bool, a token sees itself
 
 
-class Span(NamedTuple):
+class NewRows(NamedTuple):
     """The new tokens of one sequence. They lie in its slots `start` to `stop`."""
 
     tokens: slice  # of the forward
@@ -83,7 +83,7 @@ class PoolRows:
                 first += query_len
             start += batch.num_tokens
 
-    def spans(self) -> Iterator[Span]:
+    def new_rows(self) -> Iterator[NewRows]:
         """Yield the new tokens of each sequence, without those behind its last page. The host reads lengths, so no
         graph can hold it."""
         first = 0
@@ -92,15 +92,15 @@ class PoolRows:
                 start = max(0, seq_len - query_len)
                 stop = min(start + query_len, batch.block_table.shape[1] * batch.page_size)
                 if stop > start:
-                    yield Span(slice(first, first + stop - start), start, stop, batch.block_table[seq])
+                    yield NewRows(slice(first, first + stop - start), start, stop, batch.block_table[seq])
                 first += query_len
 
-    def read(self, name: str, place: int, span: Span, start: int, stop: int) -> torch.Tensor:
+    def read(self, name: str, place: int, new: NewRows, start: int, stop: int) -> torch.Tensor:
         """Return the rows of slots `start` to `stop` of a sequence in layer `place` of a pool, [stop - start,
         num_planes * num_heads * width]."""
         pool = self.pools[name][place]
         slots = torch.arange(start, stop, device=pool.device)
-        return pool[span.table[slots // pool.shape[3]], :, :, slots % pool.shape[3]].flatten(1)
+        return pool[new.table[slots // pool.shape[3]], :, :, slots % pool.shape[3]].flatten(1)
 
 
 def _slots(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

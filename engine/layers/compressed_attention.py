@@ -4,7 +4,7 @@
     k   = rotate(norm(key(x)))                  one of each token, for all heads
     y   = out(rotate_back(attend(q, [k of the window ; entries])))     out has a small product for each group of heads
 
-kernels/attention/compressed.py says what entries are. An indexer may choose the entries that a token sees:
+kernels/entries/entries.py says what entries are. An indexer may choose the entries that a token sees:
 
     score(t, e) = sum over h of w_h(x_t) * relu(q_h . key_e),     w(x) = weights(x) / sqrt(num_heads * head_dim)
 """
@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.attention.compressed import attend_rows, rotate_pairs_
 from ...kernels.attention.picks import pick, picked
+from ...kernels.entries.entries import attend_rows, rotate_pairs_
 from ...kernels.products.norm import Norm, rms_norm
 from ..attention.compressed import KV, CompressedAttention, EntryPool
-from ..attention.pool_rows import Span
+from ..attention.pool_rows import NewRows
 from ..checkpoint.model_config import IndexConfig
 from ..products.linear import Linear
 
@@ -37,10 +37,10 @@ class Compressor:
         """Store what new tokens [num_tokens, hidden_size] leave, and the entries that they end."""
         context.compress(self.pool, self.kv_gate(x).float())
 
-    def seen(self, span: Span, device: torch.device) -> Tensor:
+    def seen(self, new: NewRows, device: torch.device) -> Tensor:
         """Return which entries each new token of a sequence sees, [num_tokens, num_entries] bool."""
-        ends = torch.arange(span.start + 1, span.stop + 1, device=device) // self.pool.rate
-        return torch.arange(span.stop // self.pool.rate, device=device) < ends.unsqueeze(1)
+        ends = torch.arange(new.start + 1, new.stop + 1, device=device) // self.pool.rate
+        return torch.arange(new.stop // self.pool.rate, device=device) < ends.unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,10 +61,12 @@ class EntryIndexer:
         rotate_pairs_(q, *context.turns(self.keys.pool.frequencies))
         return q, F.linear(x.float(), self.weights) * (num_heads * head_dim) ** -0.5
 
-    def choose(self, queries: tuple[Tensor, Tensor], span: Span, seen: Tensor, context: CompressedAttention) -> Tensor:
+    def choose(
+        self, queries: tuple[Tensor, Tensor], new: NewRows, seen: Tensor, context: CompressedAttention
+    ) -> Tensor:
         """Return which of the `seen` entries of a sequence its new tokens take, a tensor of its shape."""
-        q, weights = (each[span.tokens] for each in queries)
-        keys = context.entries(self.keys.pool, span).float()
+        q, weights = (each[new.tokens] for each in queries)
+        keys = context.entries(self.keys.pool, new).float()
         products = torch.einsum("thd,ed->the", q.float(), keys).relu_()
         scores = torch.einsum("the,th->te", products, weights).masked_fill(~seen, float("-inf"))
         return picked(pick(scores, self.config.num_picks), seen.shape[1])
@@ -116,23 +118,23 @@ class WindowedAttention:
         if self.indexer is not None:
             queries = self.indexer.queries(x, latent, context)
         attended = torch.zeros_like(q)
-        for span in context.rows.spans():
-            attended[span.tokens] = self._attend(q[span.tokens], span, queries, context)
+        for new in context.rows.new_rows():
+            attended[new.tokens] = self._attend(q[new.tokens], new, queries, context)
         rotate_pairs_(attended, turns[0], -turns[1])
         return self.out(attended)
 
     def _attend(
-        self, q: Tensor, span: Span, queries: tuple[Tensor, Tensor] | None, context: CompressedAttention
+        self, q: Tensor, new: NewRows, queries: tuple[Tensor, Tensor] | None, context: CompressedAttention
     ) -> Tensor:
         """Return the attention of the new tokens of one sequence, `q` [num_tokens, num_heads, head_dim]."""
-        first = max(0, span.start - self.window + 1)
-        keys = context.rows.read(KV, self.index, span, first, span.stop)
-        slots, own = (torch.arange(at, span.stop, device=q.device) for at in (first, span.start))
+        first = max(0, new.start - self.window + 1)
+        keys = context.rows.read(KV, self.index, new, first, new.stop)
+        slots, own = (torch.arange(at, new.stop, device=q.device) for at in (first, new.start))
         behind = own.unsqueeze(1) - slots
         seen = (behind >= 0) & (behind < self.window)
-        if self.compressor is not None and span.stop >= self.compressor.pool.rate:
-            entries, of_entries = context.entries(self.compressor.pool, span), self.compressor.seen(span, q.device)
+        if self.compressor is not None and new.stop >= self.compressor.pool.rate:
+            entries, of_entries = context.entries(self.compressor.pool, new), self.compressor.seen(new, q.device)
             if self.indexer is not None and queries is not None:
-                of_entries = self.indexer.choose(queries, span, of_entries, context)
+                of_entries = self.indexer.choose(queries, new, of_entries, context)
             keys, seen = torch.cat([keys, entries]), torch.cat([seen, of_entries], 1)
         return attend_rows(q, keys, seen, self.sinks, q.shape[2] ** -0.5)
