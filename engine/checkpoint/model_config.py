@@ -206,6 +206,7 @@ class ModelConfig:
     further: tuple[Further, ...] = ()  # pools beside that of KV
     compressed: CompressedConfig | None = None  # None: attention sees tokens alone
     value_scale: float = 1.0  # by which values are multiplied
+    predicts_in_window: bool = False  # prediction layers are dense, and else as the layers with a window
     value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
 
     @property
@@ -231,6 +232,8 @@ class ModelConfig:
             return "attention to the tokens that an indexer picks"
         if self.value_dim is not None:
             return "attention with values narrower than keys"
+        if self.gemma4 is not None and self.experts is not None:
+            return "experts with GELU"
         return "attention with heads of more than 256 numbers" if self.latent is None and self.head_dim > 256 else None
 
     @property
@@ -254,6 +257,13 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
+
+    @property
+    def has_cut_heads(self) -> bool:
+        """Whether heads are in FP8, with scales of blocks of 128 rows, and cut the blocks, and are rotated in part.
+        Rows of a head that are put into another order would leave their block."""
+        is_in_blocks = self.quantization is not None and self.quantization.weight_scale == "blocks"
+        return is_in_blocks and self.rotary_dim is not None and min(128 % self.head_dim, self.head_dim % 128) > 0
 
     @property
     def num_shared_layers(self) -> int:
@@ -335,7 +345,8 @@ class ModelConfig:
         return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
-        """Return the configuration of `num_layers` prediction layers, each like the model's last one."""
+        """Return the configuration of `num_layers` prediction layers, each like the model's last one, or like one with
+        a window."""
         further = tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
         if self.compressed is not None:
             windows = replace(self.compressed, kinds=("window",) * num_layers)
@@ -344,7 +355,11 @@ class ModelConfig:
             return replace(
                 self, num_layers=num_layers, sliding_window=sees, further=(), compressed=windows, experts=experts
             )
-        return replace(self, num_layers=num_layers, sliding_window=(None,) * num_layers, further=further)
+        windows, kind = (None,) * num_layers, self
+        if self.predicts_in_window:
+            kind = replace(self if self.window is None else self.by_window()[1], experts=None)
+            windows = kind.sliding_window[:1] * num_layers
+        return replace(kind, num_layers=num_layers, sliding_window=windows, further=further)
 
     @property
     def _unlike_kv(self) -> str | None:

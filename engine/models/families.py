@@ -23,6 +23,7 @@ from ..checkpoint.read_compressed import (
     respell_deepseek_v4,
 )
 from ..checkpoint.read_experts import (
+    read_gemma4_experts,
     read_glm_experts,
     read_gpt_oss_experts,
     read_latent_experts,
@@ -190,6 +191,7 @@ GEMMA4 = ModelFamily(
     may_cap_logits=True,
     needs=("layer_types", "rope_parameters"),
     fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    read_experts=read_gemma4_experts,
     read_gemma4=read_gemma4,
     own_mtp=(),
 )
@@ -211,6 +213,8 @@ MIMO_V2_FLASH = ModelFamily(
     inert=("attention_chunk_size",),
     fixed={"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True},
     read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    mtp_layer_reader="gpt_oss.read_mimo_mtp_layer",
+    predicts_in_window=True,
     own_mtp=("model.mtp.",),
 )
 DEEPSEEK_V2 = ModelFamily(

@@ -66,6 +66,7 @@ class ModelFamily:
     window_head_factor: int = 1  # KV heads of layers with a window, by those of the others
     read_further: Callable[[ConfigFile], tuple[Further, ...]] | None = None  # None: it has no pool beside that of KV
     mtp_layer_reader: str | None = None  # as `reader`, for a prediction layer; None: as Llama's
+    predicts_in_window: bool = False  # prediction layers are dense, and else as the layers with a window
     own_mtp: tuple[str, ...] = ("model.layers.", "model.mtp_layers.")  # prediction layers in its checkpoints begin so
 
     @property

@@ -1,6 +1,7 @@
-"""MTP layers, DeepSeek-V3-like and MiMo-like: one layer that is reused for every step, or several, one per step.
+"""MTP layers, DeepSeek-V3-like, MiMo-like and MiMo-V2-like: one layer that is reused for every step, or several, one
+per step.
 
-docs/drafter_checkpoints.md has both layouts' tensors, formulas and sources. In row i, layer m of several takes the
+docs/drafter_checkpoints.md has the layouts' tensors, formulas and sources. In row i, layer m of several takes the
 embedding of token i + 1 + m. Apart from that, a layer is a head as heads.py describes them.
 """
 
@@ -31,14 +32,18 @@ from .tensors import HeadTensors
 
 Layer = TypeVar("Layer")
 
-_DEEPSEEK_NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-_MIMO_NAMES = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+_NAMES = {  # by the last norm and the projection
+    ("shared_head.norm", "eh_proj"): ("enorm", "hnorm"),
+    ("final_layernorm", "input_proj"): ("token_layernorm", "hidden_layernorm"),  # MiMo
+    ("final_layernorm", "eh_proj"): ("enorm", "hnorm"),  # MiMo-V2
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpHead:
     """One MTP layer. DeepSeek-V3-like: embedding half first, recurrent state before the last norm. MiMo-like: hidden
-    half first, recurrent state after it, no embedding at position 0."""
+    half first, recurrent state after it, no embedding at position 0. MiMo-V2-like: embedding half first, recurrent
+    state after the last norm."""
 
     config: ModelConfig  # of one layer
     rotary: RotaryEmbedding
@@ -49,6 +54,7 @@ class MtpHead:
     layer: DecoderLayer
     final_norm: torch.Tensor  # [hidden_size]
     is_mimo: bool
+    hands_on_normed: bool  # the recurrent state is that after the last norm
     logit_ids: None = None  # logits are of all tokens
 
     def forward(
@@ -62,17 +68,18 @@ class MtpHead:
         halves = [rms_norm(embedded, self.embedding_norm, eps), rms_norm(hidden, self.hidden_norm, eps)]
         x = self.projection(torch.cat(halves[::-1] if self.is_mimo else halves, dim=1))
         x = run_body(self.layer.body, x, rms_norm(x, self.layer.norm, eps), context, eps)
-        return rms_norm(x, self.final_norm, eps) if self.is_mimo else x
+        return rms_norm(x, self.final_norm, eps) if self.hands_on_normed else x
 
     def logits(self, recurrent: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
-        if not self.is_mimo:
+        if not self.hands_on_normed:
             recurrent = rms_norm(recurrent, self.final_norm, self.config.rms_norm_eps)
         return self.target.logits(recurrent, lens)
 
 
 def takes_chained_states(file: HeadFile) -> bool:
     """Return whether each of several layers takes the state of the one before it; otherwise all take the target's."""
-    return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
+    is_mimo = any(each in layer_prefixes(file.names)[0] for each in ("mtp_layers", "mtp.layers"))
+    return bool(file.settings.get("mtp_chained", not is_mimo))
 
 
 def load_mtp(
@@ -109,8 +116,10 @@ def load_layers(
 def _load_layer(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
-    is_mimo = source.has(f"{prefix}.input_proj.weight")
-    embedding_norm, hidden_norm, projection, final_norm = _MIMO_NAMES if is_mimo else _DEEPSEEK_NAMES
+    final_norm, projection = next(
+        (each for each in _NAMES if all(source.has(f"{prefix}.{name}.weight") for name in each)), next(iter(_NAMES))
+    )
+    embedding_norm, hidden_norm = _NAMES[final_norm, projection]
     size, read = config.hidden_size, FAMILIES[config.architecture].read_mtp_layer or read_layer
     return MtpHead(
         source.own(config),
@@ -121,5 +130,6 @@ def _load_layer(
         source.linear(f"{prefix}.{projection}", size, 2 * size),
         read(source.with_biases(config, prefix), source, prefix, 0),
         source.tensor(f"{prefix}.{final_norm}.weight", size),
-        is_mimo,
+        is_mimo=projection == "input_proj",
+        hands_on_normed=final_norm == "final_layernorm",
     )

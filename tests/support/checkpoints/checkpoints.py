@@ -201,7 +201,7 @@ _BIASED = ("deepseek_v4", "gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_d
 _NORMED = {
     "deepseek_v4": {"norm.weight": 1.0},
     "gemma3_text": {"norm.weight": 0.3},
-    "gemma4_text": {"norm.weight": 1.0, "layer_scalar": 1.0},
+    "gemma4_text": dict.fromkeys(("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar"), 1.0),
 }  # families whose norms are spread: transformers leaves all at one
 
 
