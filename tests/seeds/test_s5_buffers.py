@@ -72,7 +72,8 @@ class Buffers:
         for pool, kv in enumerate(engine.kvs):
             for index, sequence in enumerate(self._sequences):
                 rows = kv[:, sequence.pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
-                copies[f"kv {pool} {index}"] = rows[:, :, :, : sequence.num_computed - (num_again if pool else 0)]
+                num_settled = self._solo.num_settled(kv, sequence.num_computed)
+                copies[f"kv {pool} {index}"] = rows[:, :, :, : num_settled - (num_again if pool else 0)]
             used = {0}.union(*(each.pages for each in self._sequences))
             copies[f"kv {pool} of nobody"] = kv[:, [page for page in range(kv.shape[1]) if page not in used]]
         return {name: value.contiguous().clone() for name, value in copies.items()}
