@@ -547,6 +547,11 @@ def read_target(model_dir: Path, config: EngineConfig) -> ModelConfig:
 def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
     if not 1 <= config.page_size <= 4096:
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
+    if model.compressed is not None and config.page_size % (unit := model.compressed.page_unit):
+        raise ConfigError(
+            f"page_size is {config.page_size}, but {model.architecture} makes entries of {unit} tokens, which lie in "
+            f"one page; use --page-size {unit} or a multiple"
+        )
     target = model.pool(dtype, config.kv_dtype)
     return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
 

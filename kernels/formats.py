@@ -10,7 +10,8 @@ SCALE_BYTES = 4  # of a scale in such pages
 
 
 class SwigluClamp(NamedTuple):
-    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate) of numbers that are clamped first."""
+    """A gate of numbers that are clamped first: (up + offset) * gate * sigmoid(alpha * gate)."""
 
     limit: float  # the gate is at most this, and up is between minus this and this
     alpha: float
+    offset: float = 1.0

@@ -114,6 +114,9 @@ def _randomise_and_round(model_dir: Path, dtype: str) -> None:
     for name in sorted(tensors):
         if name.endswith((".bias", "norm.weight")):
             tensors[name] += 0.3 * torch.randn(tensors[name].shape, generator=generator)
-    save_file({name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = tensor.to(getattr(torch, dtype))
+    save_file(tensors, path, {"format": "pt"})
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps(config | {"dtype": dtype}))

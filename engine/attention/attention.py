@@ -40,6 +40,7 @@ from ...kernels.products.rotary import apply_rotary_, turns
 from ..checkpoint.model_config import INDEX, ModelConfig, RopeConfig
 from ..rounds.batch import ForwardBatch, JointBatch
 from ..state.model_pools import ModelPools
+from .compressed import begin_compressed
 from .context import AttentionContext, CosSin, FurtherPools, IdleAttention, LayerHeads, ScaledQueries
 from .paged import begin_paged, paged_queries
 from .picked import PickedAttention
@@ -59,6 +60,8 @@ def begin_attention(
 ) -> AttentionContext:
     """Return the context of a forward over `pools`, which are on the model's device. `dtype` is that of the model. The
     pool of KV is of `dtype` or e4m3 (kernels/state/fp8_pages.py)."""
+    if config.compressed is not None:
+        return begin_compressed(config, batch, pools)
     context = _begin(config, rotary, batch, pools, dtype)
     return FurtherPools(context, PoolRows.of(batch, pools.further)) if pools.further else context
 

@@ -34,6 +34,15 @@ class SeenRows(NamedTuple):
     is_seen: torch.Tensor  # [query_len, seq_len] bool, a token sees itself
 
 
+class NewRows(NamedTuple):
+    """The new tokens of one sequence. They lie in its slots `start` to `stop`."""
+
+    tokens: slice  # of the forward
+    start: int
+    stop: int
+    table: torch.Tensor  # [max_pages] int64, pages of the sequence
+
+
 @dataclass(frozen=True, eq=False)  # without slots, because it keeps the slots of its tokens
 class PoolRows:
     """The pools beside that of KV, and where the tokens of a forward have their rows."""
@@ -73,6 +82,25 @@ class PoolRows:
                 yield SeenRows(slice(start + first, start + first + query_len), stored, is_seen)
                 first += query_len
             start += batch.num_tokens
+
+    def new_rows(self) -> Iterator[NewRows]:
+        """Yield the new tokens of each sequence, without those behind its last page. The host reads lengths, so no
+        graph can hold it."""
+        first = 0
+        for batch in self.batches:
+            for seq, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens.tolist(), strict=True)):
+                start = max(0, seq_len - query_len)
+                stop = min(start + query_len, batch.block_table.shape[1] * batch.page_size)
+                if stop > start:
+                    yield NewRows(slice(first, first + stop - start), start, stop, batch.block_table[seq])
+                first += query_len
+
+    def read(self, name: str, place: int, new: NewRows, start: int, stop: int) -> torch.Tensor:
+        """Return the rows of slots `start` to `stop` of a sequence in layer `place` of a pool, [stop - start,
+        num_planes * num_heads * width]."""
+        pool = self.pools[name][place]
+        slots = torch.arange(start, stop, device=pool.device)
+        return pool[new.table[slots // pool.shape[3]], :, :, slots % pool.shape[3]].flatten(1)
 
 
 def _slots(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

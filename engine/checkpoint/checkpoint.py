@@ -19,7 +19,7 @@ from ...metadata.errors import ModelError
 from .model_files import safetensors_files, stored_tensors
 from .tensor_names import text_tensors
 
-_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4}
+_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "F8_E8M0": 1}
 FLOATS = ("F32", "BF16", "F16")  # dtypes, as safetensors names them, that every backend converts
 
 

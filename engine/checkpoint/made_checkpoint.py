@@ -23,7 +23,7 @@ from .model_check import FILES
 from .model_config import ModelConfig
 
 DUMMY = "dummy"  # value of --load-format; any other than this and FILES names a function
-_BYTES = {"F8_E4M3": 1, "U8": 1}
+_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1}
 _SPREAD = 64.0  # of e4m3 numbers
 _SCALE = 2.0**-12  # of e4m3 numbers, so that a weight spreads like one of 4,096 columns
 _SPREAD_OF_BYTES = math.sqrt(68.5 / 8)  # of MXFP4 numbers whose bytes are equally frequent, without their scales
@@ -69,10 +69,12 @@ def maker(load_format: str, config: ModelConfig, device: torch.device) -> MakeTe
 def dummy_tensor(spec: TensorSpec, device: torch.device) -> Tensor:
     """Draw a tensor on a device: ones for norms, zeros for biases, and matrices that keep the scale of their input."""
     generator = torch.Generator(device).manual_seed(xxhash.xxh3_64_intdigest(spec.name.encode()) >> 1)
-    if spec.dtypes[0] == "U8" and spec.name.endswith("_scales"):
+    if spec.dtypes[0] == "I64":  # experts of a token id
+        return torch.arange(spec.shape[-1], device=device).expand(spec.shape)
+    if spec.dtypes[0] == "F8_E8M0" or (spec.dtypes[0] == "U8" and spec.name.endswith("_scales")):
         exponent = round(-math.log2(_SPREAD_OF_BYTES * math.sqrt(spec.shape[-1] * GROUP)))
         return torch.full(spec.shape, 127 + exponent, dtype=torch.uint8, device=device)
-    if spec.dtypes[0] == "U8":
+    if spec.dtypes[0] in ("U8", "I8"):
         return torch.randint(0, 256, spec.shape, dtype=torch.uint8, device=device, generator=generator)
     if spec.name.endswith("bias"):  # equal for all tokens, so that with others a router would send all to few experts
         return torch.zeros(spec.shape, device=device)

@@ -52,7 +52,7 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
 
 
 VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
-Scoring = Literal["softmax", "sigmoid"]  # how a router makes scores of its product
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]  # how a router makes scores of its product
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,7 @@ class ExpertsConfig:
     shared_size: int = 0  # hidden units for all tokens, beside the experts
     clamp: SwigluClamp | None = None  # of an expert's gate; None: it is a plain SwiGLU
     is_stacked: bool = False  # the checkpoint has the weights of all experts in one tensor
+    hash_layers: tuple[int, ...] = ()  # layers whose experts follow from the token's id, by a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,33 @@ class IndexConfig:
     head_dim: int
     num_picks: int  # tokens that a token attends to, at most
     is_interleaved: bool  # the checkpoint has numbers that are rotated together side by side; else in two halves
+
+
+Kind = Literal["window", "sparse", "heavy"]  # of a layer that sees a window: none, chosen or all entries behind it
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedConfig:
+    """Attention to a window and to entries that stand for several tokens each, and the streams around it
+    (DeepSeek-V4). engine/attention/compressed.py says where entries lie."""
+
+    kinds: tuple[Kind, ...]  # by layer
+    window: int  # tokens that a token sees, itself included
+    sparse_rate: int  # tokens of an entry of sparse layers, whose indexers choose
+    heavy_rate: int  # the same of heavy layers
+    rope: RopeConfig  # of sparse and heavy layers; the model's own is that of the others
+    rope_dim: int  # numbers of a head that are rotated, the last ones
+    query_rank: int  # numbers of the latent of queries
+    num_groups: int  # of heads, each with a product of its own in the output projection
+    group_rank: int  # numbers that each of these gives
+    num_sinkhorn_steps: int
+    hc_eps: float
+
+    @property
+    def page_unit(self) -> int:
+        """Tokens whose multiple a page must hold, so that no entry lies in two pages."""
+        rates = {"window": 1, "sparse": self.sparse_rate, "heavy": self.heavy_rate}
+        return math.lcm(*(rates[kind] for kind in self.kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +205,7 @@ class ModelConfig:
     softcap: float | None = None  # logits are cap * tanh(logits / cap)
     has_tail: bool = False  # the pool of layers with a window has tail pages
     further: tuple[Further, ...] = ()  # pools beside that of KV
+    compressed: CompressedConfig | None = None  # None: attention sees tokens alone
     value_scale: float = 1.0  # by which values are multiplied
     predicts_in_window: bool = False  # prediction layers are dense, and else as the layers with a window
     value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
@@ -198,6 +227,8 @@ class ModelConfig:
     @property
     def untried_on_gpu(self) -> str | None:
         """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
+        if self.compressed is not None:
+            return "attention to entries of several tokens"
         return "GELU in experts" if self.gemma4 is not None and self.experts is not None else None
 
     @property
@@ -213,6 +244,8 @@ class ModelConfig:
     @property
     def rotated_size(self) -> int:
         """Width of the end of a head that rotary embeddings are for: a whole head, or the end of a latent's."""
+        if self.compressed is not None:
+            return self.compressed.rope_dim
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -290,14 +323,13 @@ class ModelConfig:
 
     def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
         """Return the description of the model's KV pool and of those beside it, for attention in `dtype`. Raises
-        ConfigError for latents or narrow values in FP8."""
-        if kv_dtype == "fp8" and (self.latent is not None or self.value_dim is not None):
-            what = "latents for keys and values" if self.latent is not None else "values narrower than keys"
+        ConfigError for latents, entries or narrow values in FP8."""
+        if kv_dtype == "fp8" and (unlike := self._unlike_kv):
             raise ConfigError(
-                f"kv_dtype is fp8, but {self.architecture} has {what}, which are kept in the model's type; use "
+                f"kv_dtype is fp8, but {self.architecture} has {unlike}, which are kept in the model's type; use "
                 "--kv-dtype auto"
             )
-        names = ("latent",) if self.latent is not None else ("k", "v") if self.value_dim is None else ("k",)
+        names = ("latent",) if self.latent is not None else ("k",) if self._unlike_kv else ("k", "v")
 
         def planes(config: ModelConfig) -> tuple[KvPlane, ...]:
             heads, width = config.num_kv_heads, config.head_dim
@@ -324,11 +356,27 @@ class ModelConfig:
         """Return the configuration of `num_layers` prediction layers, each like the model's last one, or like one with
         a window."""
         further = tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
+        if self.compressed is not None:
+            windows = replace(self.compressed, kinds=("window",) * num_layers)
+            experts = None if self.experts is None else replace(self.experts, hash_layers=())
+            sees = (windows.window,) * num_layers
+            return replace(
+                self, num_layers=num_layers, sliding_window=sees, further=(), compressed=windows, experts=experts
+            )
         windows, kind = (None,) * num_layers, self
         if self.predicts_in_window:
             kind = replace(self if self.window is None else self.by_window()[1], experts=None)
             windows = kind.sliding_window[:1] * num_layers
         return replace(kind, num_layers=num_layers, sliding_window=windows, further=further)
+
+    @property
+    def _unlike_kv(self) -> str | None:
+        """What the pool of KV has in place of keys and values of one width, in words."""
+        if self.compressed is not None:
+            return "keys that are also values"
+        if self.latent is not None:
+            return "latents for keys and values"
+        return None if self.value_dim is None else "values narrower than keys"
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another
@@ -349,7 +397,10 @@ class ModelConfig:
     @property
     def attention_products(self) -> int:
         """The same of the attention layer."""
-        latent = self.latent
+        latent, compressed = self.latent, self.compressed
+        if compressed is not None:
+            of_queries = compressed.query_rank * (self.hidden_size + self.q_size) + self.hidden_size * self.head_dim
+            return of_queries + compressed.group_rank * (self.q_size + compressed.num_groups * self.hidden_size)
         if latent is None:
             return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         query_dim = latent.plain_dim + latent.rope_dim

@@ -14,7 +14,8 @@ scale for all rows of a forward (`dynamic`, per tensor) is therefore computed wi
 
 A checkpoint says it in `quantization_config` of config.json, or in ModelOpt's hf_quant_config.json:
 
-    fp8                   DeepSeek's blocks of 128 x 128, and one scale per tensor (AutoFP8, and Mistral's files)
+    fp8                   DeepSeek's blocks of 128 x 128, and one scale per tensor (AutoFP8, and Mistral's files).
+                          Experts of DeepSeek-V4 may be in MXFP4 (expert_dtype fp4)
     compressed-tensors    8-bit floats: per tensor, per channel, or in blocks; activations rounded, or left in 16 bits
     modelopt              FP8: one scale per tensor for weights and for activations
     mxfp4                 4 bits with a power of two for 32 columns, of experts; activations stay in 16 bits
@@ -26,7 +27,7 @@ empty) or is listed as one that changes no number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -36,6 +37,7 @@ from .config_file import ConfigFile, Fields
 
 WeightScale = Literal["blocks", "rows", "tensor", "mxfp4"]
 Rounding = Literal["groups", "rows", "stored", "none"]
+ScaleName = Literal["weight_scale", "weight_scale_inv", "scale"]
 
 _KEY = "quantization_config"
 _LISTS = "exclude_modules ignore ignored_layers modules_to_not_convert targets"  # tensors tell what is quantized
@@ -51,10 +53,11 @@ class Quantization:
 
     weight_scale: WeightScale
     rounding: Rounding
-    scale_name: Literal["weight_scale", "weight_scale_inv"] = "weight_scale"
+    scale_name: ScaleName = "weight_scale"
     input_scale_name: Literal["input_scale", "activation_scale"] = "input_scale"  # of the rounding `stored`
     has_power_of_two_scales: bool = False  # of groups
     is_online: bool = False  # the checkpoint has 16 bits or 32; layers are quantized while they are read
+    has_mxfp4_experts: bool = False  # beside layers in blocks; each projection has tensors of its own
 
     @property
     def words(self) -> str:
@@ -64,7 +67,13 @@ class Quantization:
         if self.is_online:
             return "fp8 online"
         rounding = "ue8m0" if self.has_power_of_two_scales else self.rounding
-        return f"fp8 {self.weight_scale}, rounding {rounding}"
+        experts = ", fp4" if self.has_mxfp4_experts else ""
+        return f"fp8 {self.weight_scale}{experts}, rounding {rounding}"
+
+    @property
+    def of_experts(self) -> Quantization:
+        """The quantization of the experts' weights."""
+        return Quantization("mxfp4", "none", self.scale_name) if self.has_mxfp4_experts else self
 
 
 ONLINE_FP8 = Quantization("rows", "rows", is_online=True)
@@ -79,8 +88,21 @@ def chosen(of_checkpoint: Quantization | None, choice: Literal["auto", "fp8"]) -
     return ONLINE_FP8
 
 
-def read_quantization(raw: ConfigFile, model_dir: Path) -> Quantization | None:
-    """Return how the linear layers are quantized; None: they are not. Raises ModelError for what is not served."""
+def read_quantization(
+    raw: ConfigFile, model_dir: Path, scale_name: ScaleName = "weight_scale_inv", *, may_pack_experts: bool = False
+) -> Quantization | None:
+    """Return how the linear layers are quantized; None: they are not. `scale_name`: of blocks, in the family's files.
+    `may_pack_experts`: config.json may say that experts are in MXFP4. Raises ModelError for what is not served."""
+    found = _read_stated(raw, model_dir)
+    if found is None or found.weight_scale != "blocks":
+        return found
+    expert_dtype = raw.get("expert_dtype") if may_pack_experts else None
+    if expert_dtype not in (None, "fp8", "fp4"):
+        raise raw.error("expert_dtype", "is not served; fp8 and fp4 are")
+    return replace(found, scale_name=scale_name, has_mxfp4_experts=expert_dtype == "fp4")
+
+
+def _read_stated(raw: ConfigFile, model_dir: Path) -> Quantization | None:
     path = model_dir / "hf_quant_config.json"
     if raw.get(_KEY) is None and path.exists():
         fields = ConfigFile(path).get("quantization")

@@ -15,6 +15,7 @@ from .known_fields import refuse_unknown_fields
 from .model_config import (
     ROPE_TYPES,
     CheckpointDtype,
+    CompressedConfig,
     Gemma4Config,
     LatentConfig,
     ModelConfig,
@@ -68,7 +69,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         hc_mult=_hc_mult(raw, family),
         hands_over_collapsed=family.hands_over_collapsed,
         experts=None if family.read_experts is None else family.read_experts(raw),
-        quantization=read_quantization(raw, path),
+        quantization=read_quantization(raw, path, family.scale_name, may_pack_experts=family.may_pack_experts),
         rotary_dim=_rotary_dim(raw, family, rope, heads.head_dim),
         has_wide_norms=family.has_wide_norms,
         latent=heads.latent,
@@ -83,6 +84,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         predicts_in_window=family.predicts_in_window,
         value_dim=None if family.value_dim is None else family.value_dim(raw, heads.head_dim),
         further=() if family.read_further is None else family.read_further(raw),
+        compressed=_compressed(raw, family),
     )
     if config.has_cut_heads and family.value_dim is None:  # that attention orders its outputs instead
         raise raw.error(
@@ -187,6 +189,13 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             )
 
 
+def _compressed(raw: ConfigFile, family: ModelFamily) -> CompressedConfig | None:
+    if family.read_compressed is None:
+        return None
+    rope = _rotation(raw, family, raw.section("rope_parameters").section("compress"))
+    return replace(family.read_compressed(raw), rope=rope)
+
+
 def _softcap(raw: ConfigFile, family: ModelFamily) -> float | None:
     has_one = family.may_cap_logits and raw.get("final_logit_softcapping") is not None
     return raw.number("final_logit_softcapping") if has_one else None
@@ -217,6 +226,8 @@ def _rope_fields(raw: ConfigFile, family: ModelFamily) -> Fields:
     layers with a window have others, return those of the layers without one."""
     if family.window_theta is not None and raw.get("rope_parameters"):
         return raw.section("rope_parameters").section("full_attention")
+    if family.read_compressed is not None:
+        return raw.section("rope_parameters").section("main")
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     if any(isinstance(value, dict) for value in raw.section(key).unread().values()):
         raise raw.error(key, "is not served: one set of rotary parameters for all layers is")
@@ -357,7 +368,8 @@ def _sliding_window(raw: ConfigFile, family: ModelFamily) -> tuple[int | None, .
     if family.window == "refused" and window is not None:
         raise raw.error("sliding_window", f"is not served for {family.architecture}; set it to null if it is not meant")
     windows = (window,) * num_layers
-    if layer_types is not None and _by_layer_types(raw, family, layer_types, window) != windows:
+    has_kinds = family.read_compressed is not None  # which say what layers see behind the window
+    if layer_types is not None and not has_kinds and _by_layer_types(raw, family, layer_types, window) != windows:
         raise raw.error("layer_types", f"is not served for {family.architecture}: all layers must be alike")
     return windows
 

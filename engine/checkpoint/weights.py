@@ -66,9 +66,10 @@ class Weights(ABC):
         bias: bool | None = None,
         split: Split | None = None,
         orders: RowOrders = NO_ORDERS,
+        are_experts: bool = False,
     ) -> WeightSource:
         """Return this rank's share of several weights, one below the other, before a product holds them. Arguments as
-        for `fused`."""
+        for `fused`. `are_experts`: the weights may have a quantization of their own."""
 
     def fused(
         self,
@@ -132,9 +133,10 @@ class ListedWeights(Weights):
         bias: bool | None = None,
         split: Split | None = None,
         orders: RowOrders = NO_ORDERS,
+        are_experts: bool = False,
     ) -> WeightSource:
         del split, orders  # the checkpoint holds whole weights
-        for name, tensors in _stored(self, out_sizes, in_size, self.quantization).items():
+        for name, tensors in _stored(self, out_sizes, in_size, _of(self.quantization, are_experts)).items():
             self.specs += [TensorSpec(f"{name}.{last}", each.shape, each.dtypes) for last, each in tensors.items()]
         total = sum(out_sizes.values())
         biases = None
@@ -188,8 +190,9 @@ class CheckpointWeights(Weights):
         bias: bool | None = None,
         split: Split | None = None,
         orders: RowOrders = NO_ORDERS,
+        are_experts: bool = False,
     ) -> WeightSource:
-        quantization = self.quantization
+        quantization = _of(self.quantization, are_experts)
         if quantization is not None and quantization.is_online and (split is None or split.divides == "vocab"):
             quantization = None  # a router of experts, or the head
         has_bias = _has_bias(self, out_sizes, bias)
@@ -314,6 +317,10 @@ def in_order(stored: Tensor, order: Tensor, block: int) -> Tensor:
     if stored.element_size() == 1:  # torch does not gather rows of 8-bit floats
         return stored.view(torch.uint8)[order].view(stored.dtype)
     return stored[order]
+
+
+def _of(quantization: Quantization | None, are_experts: bool) -> Quantization | None:
+    return quantization.of_experts if are_experts and quantization is not None else quantization
 
 
 def _has_bias(weights: Weights, projections: Collection[str], bias: bool | None) -> bool:

@@ -82,7 +82,7 @@ def has_mtp_layers(model_dir: Path) -> bool:
                 names = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, MemoryError, OverflowError):
         return False
-    return any(name.endswith(".eh_proj.weight") for name in names)
+    return any(name.endswith((".eh_proj.weight", ".e_proj.weight")) for name in names)
 
 
 class _Index(msgspec.Struct):

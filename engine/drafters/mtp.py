@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...metadata.errors import ConfigError
 from ..checkpoint.tensor_names import layer_prefixes
+from ..models.deepseek_v4 import load_stream_mtp
 from ..models.head_file import HeadFile, check_state_width, read_head
 from ..models.hyper_mtp import load_hyper_mtp
 from ..models.mtp import load_mtp, takes_chained_states
@@ -61,7 +62,7 @@ def _shape(wanted: Wanted, num_layers: int) -> DraftShape:
 
 def _load(head: HeadFile, loading: Loading) -> Drafter:
     prefixes, has_streams = layer_prefixes(head.names), head.config.hc_mult > 1
-    load = load_hyper_mtp if has_streams else load_mtp
+    load = load_stream_mtp if head.config.compressed is not None else load_hyper_mtp if has_streams else load_mtp
     layers = load(head, prefixes, loading.ends, loading.ranks)
     if len(layers) == 1:
         return ShiftedDrafter(layers[0], loading.pools, loading.hidden, loading.shape)

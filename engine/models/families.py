@@ -15,6 +15,13 @@ from ..checkpoint.read_attention import (
     respell_mimo,
     value_dim,
 )
+from ..checkpoint.read_compressed import (
+    read_compressed,
+    read_entry_experts,
+    read_entry_index,
+    read_entry_pools,
+    respell_deepseek_v4,
+)
 from ..checkpoint.read_experts import (
     read_gemma4_experts,
     read_glm_experts,
@@ -309,6 +316,50 @@ GLM_MOE_DSA = ModelFamily(
     mtp_layer_reader="deepseek.read_deepseek_mtp_layer",
     own_mtp=("model.layers.",),
 )
+DEEPSEEK_V4 = ModelFamily(
+    architecture="DeepseekV4ForCausalLM",
+    model_type="deepseek_v4",
+    reader="deepseek_v4.read_deepseek_v4",
+    qkv_bias=False,
+    has_out_bias=False,
+    has_sinks=True,
+    norm_offset=0.0,
+    window="all_layers",
+    has_streams=True,
+    scale_name="scale",
+    may_pack_experts=True,
+    respell=respell_deepseek_v4,
+    needs=(
+        *_INDEX_NEEDS,
+        "compress_ratios|layer_types",
+        "hc_mult",
+        "head_dim",
+        "moe_intermediate_size",
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "num_key_value_heads",
+        "o_groups",
+        "o_lora_rank",
+        "q_lora_rank",
+        "rope_parameters|rope_scaling",
+        "routed_scaling_factor",
+        "sliding_window",
+        "swiglu_limit",
+    ),
+    inert=(  # of another drafter
+        "dspark_block_size",
+        "dspark_markov_rank",
+        "dspark_noise_token_id",
+        "dspark_target_layer_ids",
+    ),
+    fixed={"norm_topk_prob": True, "topk_method": "noaux_tc"},
+    read_experts=read_entry_experts,
+    read_index=read_entry_index,
+    read_compressed=read_compressed,
+    read_further=read_entry_pools,
+    mtp_layer_reader="deepseek_v4.read_deepseek_v4",
+    own_mtp=("mtp.",),
+)
 HYPER_LLAMA = ModelFamily(
     architecture="HyperLlamaForCausalLM",
     model_type="hyper_llama",
@@ -340,6 +391,7 @@ FAMILIES = {
         MISTRAL4,
         DEEPSEEK_V32,
         GLM_MOE_DSA,
+        DEEPSEEK_V4,
         HYPER_LLAMA,
     )
 }

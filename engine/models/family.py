@@ -8,7 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint.config_file import ConfigFile
-from ..checkpoint.model_config import ExpertsConfig, Further, Gemma4Config, IndexConfig, LatentConfig, ModelConfig
+from ..checkpoint.model_config import (
+    CompressedConfig,
+    ExpertsConfig,
+    Further,
+    Gemma4Config,
+    IndexConfig,
+    LatentConfig,
+    ModelConfig,
+)
+from ..checkpoint.quantization import ScaleName
 
 if TYPE_CHECKING:
     from ..checkpoint.weights import Weights
@@ -38,6 +47,8 @@ class ModelFamily:
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
     may_cap_logits: bool = False  # by final_logit_softcapping
+    scale_name: ScaleName = "weight_scale_inv"  # of the scales of blocks in FP8
+    may_pack_experts: bool = False  # as expert_dtype says
     scales_queries: bool = False  # by their positions, as llama_4_scaling_beta among the rotary settings says
     window: Literal["refused", "all_layers", "by_layer", "by_type"] = "refused"  # by_type: as layer_types says
     needs: tuple[str, ...] = ()  # keys whose default is not certain, so that it must not be guessed; a|b: one of both
@@ -47,7 +58,8 @@ class ModelFamily:
     hands_over_collapsed: bool = False  # it has streams, but drafters get the one state that they collapse to
     read_experts: Callable[[ConfigFile], ExpertsConfig | None] | None = None  # None: it has no mixtures of experts
     read_latent: Callable[[ConfigFile], LatentConfig] | None = None  # None: heads have keys and values of their own
-    read_index: Callable[[ConfigFile], IndexConfig] | None = None  # None: it has no indexers
+    read_index: Callable[[ConfigFile], IndexConfig | None] | None = None  # None: it has no indexers
+    read_compressed: Callable[[ConfigFile], CompressedConfig] | None = None  # None: attention sees tokens alone
     read_gemma4: Callable[[ConfigFile], Gemma4Config] | None = None
     respell: Callable[[ConfigFile], None] | None = None  # renames fields of published files
     value_dim: Callable[[ConfigFile, int], int | None] | None = None  # of a value, by that of a key; None: as wide

@@ -138,10 +138,17 @@ def _norm(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor
     return weight if config.rotary_dim is None else weight[head_order(config, size).to(weight.device)]
 
 
-def read_mlp(config: ModelConfig, weights: Weights, prefix: str, inner_size: int) -> Mlp:
-    """Read a gated feed-forward layer of `inner_size` hidden units."""
-    sizes = {f"{prefix}.gate_proj": inner_size, f"{prefix}.up_proj": inner_size}
+def read_mlp(
+    config: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    inner_size: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Mlp:
+    """Read a gated feed-forward layer of `inner_size` hidden units. `names`: of its projections."""
+    gate, up, down = names
+    sizes = {f"{prefix}.{gate}": inner_size, f"{prefix}.{up}": inner_size}
     return Mlp(
         weights.fused(sizes, config.hidden_size, bias=config.mlp_bias, split=INNER_OUT),
-        weights.linear(f"{prefix}.down_proj", config.hidden_size, inner_size, bias=config.mlp_bias, split=INNER_IN),
+        weights.linear(f"{prefix}.{down}", config.hidden_size, inner_size, bias=config.mlp_bias, split=INNER_IN),
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.stacked_weights import StackedWeight
@@ -31,21 +32,25 @@ class MixtureNames(NamedTuple):
 NAMES = MixtureNames()
 
 
-def read_mixture(config: ModelConfig, weights: Weights, prefix: str, names: MixtureNames = NAMES) -> MoeMlp:
-    """Read the mixture at `prefix`."""
+def read_mixture(
+    config: ModelConfig, weights: Weights, prefix: str, names: MixtureNames = NAMES, table: Tensor | None = None
+) -> MoeMlp:
+    """Read the mixture at `prefix`. `table`: the experts of each token id, as of `ExpertRouter`."""
     experts, size = config.experts, config.hidden_size
     assert experts is not None, config
     router = ExpertRouter(
         weights.tensor(f"{prefix}.gate.weight", experts.num_experts, size, dtype=torch.float32),
         weights.tensor(f"{prefix}.{names.bias}", experts.num_experts, dtype=torch.float32)
-        if experts.has_bias
+        if experts.has_bias and table is None
         else None,
         experts,
+        table=table,
     )
     products = choose_experts_product(_sources(config, weights, f"{prefix}.experts", names))
     shared: Mlp | None = None
     if experts.shared_size:
-        shared = read_mlp(config, weights, f"{prefix}.{names.shared}", experts.shared_size)
+        of_shared = (names.gate, names.up, names.down)
+        shared = read_mlp(config, weights, f"{prefix}.{names.shared}", experts.shared_size, of_shared)
     return MoeMlp(router, products, shared, weights.ranks.sum_of(INNER_IN))
 
 
@@ -60,9 +65,10 @@ def _sources(config: ModelConfig, weights: Weights, prefix: str, names: MixtureN
     gate_up = {f"{expert}.{name}": inner_size for expert in each for name in (names.gate, names.up)}
     down = {f"{expert}.{names.down}": size for expert in each}
     return ExpertSources(
-        weights.source(gate_up, size, bias=False, split=INNER_OUT),
-        weights.source(down, inner_size, bias=False, split=INNER_IN),
+        weights.source(gate_up, size, bias=False, split=INNER_OUT, are_experts=True),
+        weights.source(down, inner_size, bias=False, split=INNER_IN, are_experts=True),
         num,
+        experts.clamp,
     )
 
 

@@ -29,13 +29,14 @@ from ...kernels.products.fp8 import (
 )
 from ...kernels.products.norm import Norm, add_rms_norm_
 from ...kernels.products.silu import silu_mul
+from ..checkpoint.checkpoint import FLOATS
 from ..checkpoint.quantization import Quantization
 from ..ranks.group import Group
 from .base import GivenWeight, Product, StoredTensor, WeightSource
 from .blocked import BlockedProduct
 from .dense import DenseProduct
 
-_STORED = ("F8_E4M3",)
+_STORED, _SCALES = ("F8_E4M3",), (*FLOATS, "F8_E8M0")
 
 
 class RowRounding(NamedTuple):
@@ -91,7 +92,7 @@ class Fp8Product(Product):
         if quantization.is_online:
             return {"weight": StoredTensor((out_size, in_size))}
         scales = {
-            "blocks": StoredTensor((-(-out_size // BLOCK), -(-in_size // BLOCK)), block=(BLOCK, BLOCK)),
+            "blocks": StoredTensor((-(-out_size // BLOCK), -(-in_size // BLOCK)), _SCALES, (BLOCK, BLOCK)),
             "rows": StoredTensor((out_size, 1)),
             "tensor": StoredTensor(()),
         }

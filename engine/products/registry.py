@@ -31,7 +31,9 @@ def stored_tensors(
     """Return the tensors that hold one projection: those of the first format whose tensors are all there.
 
     `has` tells whether there is a tensor of this name ("weight"). If no format finds all of its own, the tensors are
-    those of the last one, a plain weight."""
+    those of the last one, a plain weight. Experts in MXFP4 have tensors of their own."""
+    if quantization is not None and quantization.weight_scale == "mxfp4" and has(quantization.scale_name):
+        return mxfp4.tensors(out_size, in_size, quantization)
     for product in PRODUCTS:
         tensors = product.tensors(out_size, in_size, quantization)
         if tensors is not None and all(map(has, tensors)):

@@ -1,7 +1,7 @@
 """The experts that each row chooses in a mixture of experts, and their shares of its output (arXiv:1701.06538).
 
     product    x W^T + b, in float32
-    score      softmax or sigmoid of the product
+    score      softmax, sigmoid or sqrt(softplus) of the product
     choice     the num_active largest of score + bias, of the num_active_groups best groups of experts
     share      the score, without bias; divided by the sum of those that are chosen if `sums_to_one`; times scaling
 
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from ..operations import Operation
 
-LEAST_TOTAL = 1e-20  # added to the sum of sigmoids that divides them, as it may be 0
+LEAST_TOTAL = 1e-20  # added to the sum of scores that divides them, as it may be 0 unless they are a softmax
 
 
 class Routing(NamedTuple):
     """How experts are chosen, and what their shares are."""
 
     num_active: int  # experts of a row
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     sums_to_one: bool = False  # shares, before scaling
     scaling: float = 1.0  # of shares
     num_groups: int = 1  # of neighbouring experts, all of one size
@@ -44,16 +44,33 @@ class Routes(NamedTuple):
 def routes_ref(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, routing: Routing) -> Routes:
     """Return the routes of rows `x` [num_rows, size]. `weight` [num_experts, size], `product_bias` and `bias`
     [num_experts] are float32."""
-    product = F.linear(x.float(), weight, product_bias)
-    is_sigmoid = routing.scoring == "sigmoid"
-    scores = product.sigmoid() if is_sigmoid else product.softmax(-1)
+    scores = _scores(F.linear(x.float(), weight, product_bias), routing)
     ranking = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         ranking = _of_best_groups(ranking, routing)
-    chosen = _best(ranking, routing.num_active)
+    return _routes(scores, _best(ranking, routing.num_active), routing)
+
+
+def shares_of(x: Tensor, weight: Tensor, chosen: Tensor, routing: Routing) -> Routes:
+    """Return the routes of rows `x` [num_rows, size] whose experts `chosen` [num_rows, num_active] int64 are given.
+    `weight` [num_experts, size] float32."""
+    return _routes(_scores(F.linear(x.float(), weight), routing), chosen, routing)
+
+
+def _scores(product: Tensor, routing: Routing) -> Tensor:
+    match routing.scoring:
+        case "softmax":
+            return product.softmax(-1)
+        case "sigmoid":
+            return product.sigmoid()
+        case "sqrtsoftplus":
+            return F.softplus(product).sqrt()
+
+
+def _routes(scores: Tensor, chosen: Tensor, routing: Routing) -> Routes:
     shares = scores.gather(1, chosen)
     if routing.sums_to_one:
-        shares = shares / (shares.sum(-1, keepdim=True) + (LEAST_TOTAL if is_sigmoid else 0.0))
+        shares = shares / (shares.sum(-1, keepdim=True) + (0.0 if routing.scoring == "softmax" else LEAST_TOTAL))
     return Routes(chosen, shares if routing.scaling == 1 else shares * routing.scaling)
 
 

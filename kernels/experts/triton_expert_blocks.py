@@ -77,11 +77,11 @@ def block_product(
     num_groups = 1 if scales is None else scales.shape[1]
     if tiles is None:
         tiles = BlockTiles.choose(block, weight.values.element_size(), is_gated=is_gated, is_grouped=num_groups > 1)
-    limit, alpha = clamp or (0.0, 0.0)
+    limit, alpha, offset = clamp or (0.0, 0.0, 0.0)
     dependent = gpu.dependent_launch(len(places.chosen))
     _block_kernel[triton.cdiv(out_size, tiles.block_n), len(places.experts)](
         x, x_scales, weight.values, scales, weight.bias, out, places.pairs, places.experts,
-        num_pairs // len(x), places.num_experts, out_size, in_size, x.stride(0), num_groups, limit, alpha,
+        num_pairs // len(x), places.num_experts, out_size, in_size, x.stride(0), num_groups, limit, alpha, offset,
         ROWS=1 if scales is None or len(scales) == len(weight.values) else BLOCK, BLOCK_M=block,
         BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, IS_EVEN=in_size % tiles.block_k == 0,
         HAS_HALVES=tiles.has_halves, IS_WEIGHT_LEFT=tiles.is_weight_left, IS_GROUPED=num_groups > 1, IS_GATED=is_gated,
@@ -112,7 +112,7 @@ def rows_of_expert(out_size, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
 
 @triton.jit
 def store_sums(
-    y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha,
+    y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha, offset,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -126,7 +126,7 @@ def store_sums(
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         gate, up = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
         if IS_CLAMPED:
-            y = clamped_silu_mul_of(gate, up, limit, alpha)
+            y = clamped_silu_mul_of(gate, up, limit, alpha, offset)
         else:
             y = silu_mul_of(gate.to(out_ptr.dtype.element_ty), up.to(out_ptr.dtype.element_ty))
     else:
@@ -139,7 +139,7 @@ def store_sums(
 @triton.jit
 def _write_products(
     x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, pairs_ptr, expert,
-    num_active, out_size, in_size, x_stride, num_groups, limit, alpha,
+    num_active, out_size, in_size, x_stride, num_groups, limit, alpha, offset,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -193,7 +193,9 @@ def _write_products(
         if x_scales_ptr is not None:
             y *= tl.load(x_scales_ptr + rows * num_groups, mask=is_m, other=0.0)[:, None]
         y *= tl.load(scales_ptr + weight_rows // ROWS * num_groups)[None, :]
-    store_sums(y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha, BLOCK_M, BLOCK_N, IS_GATED, IS_CLAMPED)
+    store_sums(
+        y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha, offset, BLOCK_M, BLOCK_N, IS_GATED, IS_CLAMPED
+    )
 
 
 @triton.jit(do_not_specialize=["num_active"])
@@ -214,6 +216,7 @@ def _block_kernel(
     num_groups,
     limit,
     alpha,
+    offset,
     ROWS: tl.constexpr,  # of a scale
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -238,12 +241,12 @@ def _block_kernel(
         if is_half:
             _write_products(
                 x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, own_pairs_ptr, expert, num_active,
-                out_size, in_size, x_stride, num_groups, limit, alpha, ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                out_size, in_size, x_stride, num_groups, limit, alpha, offset, ROWS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
                 IS_EVEN, IS_WEIGHT_LEFT, IS_GROUPED, IS_GATED, IS_CLAMPED, DEPENDENT,
             )  # fmt: skip
         else:
             _write_products(
                 x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, own_pairs_ptr, expert, num_active,
-                out_size, in_size, x_stride, num_groups, limit, alpha, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
+                out_size, in_size, x_stride, num_groups, limit, alpha, offset, ROWS, BLOCK_M, BLOCK_N, BLOCK_K,
                 IS_EVEN, IS_WEIGHT_LEFT, IS_GROUPED, IS_GATED, IS_CLAMPED, DEPENDENT,
             )  # fmt: skip

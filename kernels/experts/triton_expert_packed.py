@@ -76,12 +76,12 @@ def packed_product(
     out_size, row_size = len(weight.values) // places.num_experts, weight.values.shape[1]
     if tiles is None:
         tiles = PackedTiles.choose(block, x.element_size())
-    limit, alpha = clamp or (0.0, 0.0)
+    limit, alpha, offset = clamp or (0.0, 0.0, 0.0)
     dependent = gpu.dependent_launch(len(places.chosen))
     _packed_kernel[triton.cdiv(out_size, tiles.block_n), len(places.experts)](
         x, weight.values, weight.scales, weight.bias, out, None if is_row else places.pairs, places.experts,
         num_pairs // len(x), places.num_experts, out_size, row_size, x.stride(0), weight.scales.stride(0), limit, alpha,
-        BLOCK_M=block, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, HALF=weight.group // 2,
+        offset, BLOCK_M=block, BLOCK_N=tiles.block_n, BLOCK_K=tiles.block_k, HALF=weight.group // 2,
         HAS_HALVES=tiles.has_halves, IS_PAIRED=x.dtype is torch.bfloat16,
         IS_WEIGHT_LEFT=tiles.is_weight_left,
         IS_GATED=is_gated, IS_CLAMPED=clamp is not None, DEPENDENT=dependent, num_warps=tiles.num_warps,
@@ -143,7 +143,7 @@ def _paired_numbers_of(packed, scales):
 @triton.jit
 def _write_products(
     x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, pairs_ptr, expert, num_active, out_size, row_size, x_stride,
-    scale_stride, limit, alpha,
+    scale_stride, limit, alpha, offset,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -192,7 +192,9 @@ def _write_products(
         gdc_launch_dependents()
     if IS_WEIGHT_LEFT:
         y = y.T
-    store_sums(y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha, BLOCK_M, BLOCK_N, IS_GATED, IS_CLAMPED)
+    store_sums(
+        y, bias_ptr, weight_rows, out_ptr, pairs, out_size, limit, alpha, offset, BLOCK_M, BLOCK_N, IS_GATED, IS_CLAMPED
+    )
 
 
 @triton.jit(do_not_specialize=["num_active"])
@@ -212,6 +214,7 @@ def _packed_kernel(
     scale_stride,  # at least row_size / HALF
     limit,
     alpha,
+    offset,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # bytes
@@ -237,12 +240,12 @@ def _packed_kernel(
         if is_half:
             _write_products(
                 x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, own_pairs_ptr, expert, num_active, out_size, row_size,
-                x_stride, scale_stride, limit, alpha, BLOCK_M // 2, BLOCK_N, BLOCK_K, HALF, IS_PAIRED,
+                x_stride, scale_stride, limit, alpha, offset, BLOCK_M // 2, BLOCK_N, BLOCK_K, HALF, IS_PAIRED,
                 IS_WEIGHT_LEFT, IS_GATED, IS_CLAMPED, DEPENDENT,
             )  # fmt: skip
         else:
             _write_products(
                 x_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, own_pairs_ptr, expert, num_active, out_size, row_size,
-                x_stride, scale_stride, limit, alpha, BLOCK_M, BLOCK_N, BLOCK_K, HALF, IS_PAIRED,
+                x_stride, scale_stride, limit, alpha, offset, BLOCK_M, BLOCK_N, BLOCK_K, HALF, IS_PAIRED,
                 IS_WEIGHT_LEFT, IS_GATED, IS_CLAMPED, DEPENDENT,
             )  # fmt: skip

@@ -78,9 +78,9 @@ def gated_experts_of_row(
     _check(x, x_scales, weight, chosen, 1)
     if not isinstance(tiles, RowTiles):
         tiles = RowTiles.of_gated(in_size, weight.values.element_size())
-    limit, alpha = clamp or (0.0, 0.0)
+    limit, alpha, offset = clamp or (0.0, 0.0, 0.0)
     _gated_kernel[triton.cdiv(size, tiles.rows), num_active](
-        x, x_scales, weight.values, weight.scales, weight.bias, inner, chosen, size, limit, alpha, K=in_size,
+        x, x_scales, weight.values, weight.scales, weight.bias, inner, chosen, size, limit, alpha, offset, K=in_size,
         CHUNK=tiles.chunk, **_groups(weight), N=tiles.rows, IS_CLAMPED=clamp is not None, **_launch(1),
     )  # fmt: skip
     return inner
@@ -207,6 +207,7 @@ def _gated_kernel(
     size,
     limit,
     alpha,
+    offset,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,  # columns of a scale; 0: all
@@ -232,7 +233,7 @@ def _gated_kernel(
         y += tl.load(bias_ptr + rows).to(tl.float32)
     gate, up = tl.split(tl.reshape(y, (N, 2)))
     if IS_CLAMPED:
-        gated = clamped_silu_mul_of(gate, up, limit, alpha).to(out_ptr.dtype.element_ty)
+        gated = clamped_silu_mul_of(gate, up, limit, alpha, offset).to(out_ptr.dtype.element_ty)
     else:
         gate = gate.to(out_ptr.dtype.element_ty)
         gated = silu_mul_of(gate, up.to(gate.dtype))

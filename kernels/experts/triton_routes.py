@@ -58,8 +58,9 @@ def tiles_of(num_rows: int, num_experts: int, size: int) -> RouteTiles:
 
 def serves(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, routing: Routing) -> bool:
     """Return whether `routes` takes these tensors."""
-    del product_bias, bias, routing
+    del product_bias, bias
     is_read = x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == torch.float32
+    is_read = is_read and routing.scoring != "sqrtsoftplus"
     return len(x) > 0 and is_read and len(weight) <= MAX_EXPERTS
 
 

@@ -21,7 +21,7 @@ def clamped_silu_mul(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:
     float32 and rounds to gate_up's dtype at the end."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return ((up + 1) * gate * torch.sigmoid(clamp.alpha * gate)).to(gate_up.dtype)
+    return ((up + clamp.offset) * gate * torch.sigmoid(clamp.alpha * gate)).to(gate_up.dtype)
 
 
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:

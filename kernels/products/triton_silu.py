@@ -49,11 +49,11 @@ def silu_mul_of(gate, up):
 
 
 @triton.jit
-def clamped_silu_mul_of(gate, up, limit, alpha):
+def clamped_silu_mul_of(gate, up, limit, alpha, offset):
     """Return `clamped_silu_mul` of two float32 tiles of one shape."""
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    return (up + 1.0) * tl.div_rn(gate, 1.0 + tl.exp(-alpha * gate))
+    return (up + offset) * tl.div_rn(gate, 1.0 + tl.exp(-alpha * gate))
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Models with pools beside that of KV between two nodes: the text does not depend on drafts, on hits, preemptions,
 moves, ranks or the place of a prompt. DeepSeek-V3.2 and GLM-5 have indexers (DSA), MiMo-V2-Flash and Gemma 4 have other
-heads in layers with a window, and narrow values or shared keys. Most draft by their own prediction layer.
+heads in layers with a window, and narrow values or shared keys. DeepSeek-V4 has entries of several tokens. Most draft
+by their own prediction layer.
 
 What one node computes equals transformers: tests/engine/models/test_odd_shapes.py."""
 
@@ -27,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"num_attention_heads": 12, "num_key_value_heads": 6},
     "gemma4_text": {"num_key_value_heads": 6, "num_global_key_value_heads": 1, "attention_k_eq_v": True, **EXPERTS},
     "gemma3_text": {"num_key_value_heads": 1},
+    "deepseek_v4": {"o_groups": 6},
 }
 
 
@@ -89,8 +91,12 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("name", thinned(DRAFTS, lambda _, name: name == "tree"))
-def test_output_is_that_of_speculation_off(name: str, plain: Plain, make_pair: Callable[..., NodePair]) -> None:
+def test_output_is_that_of_speculation_off(
+    name: str, family: str, plain: Plain, make_pair: Callable[..., NodePair]
+) -> None:
     """Drafts are sometimes right, and the rows of those that are not are written again."""
+    if "tree" in name and family == "deepseek_v4":
+        pytest.skip("it drafts chains only")
     shape, transport, buckets, chunk = DRAFTS[name]
     pair = make_pair(buckets, transport=transport, chunk_tokens=chunk, **shape)
     coach(pair.decode.executor.engine.drafter, plain.truths)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import OF_FAMILIES, settings, target_of
+from drafters import OF_FAMILIES, STREAM_MTP, settings, target_of
 from handoff_nodes import check_refused, make_client, make_server
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from node_pair import NodePair, node_pairs, params
@@ -43,7 +43,11 @@ KINDS = {  # the head with streams: the same without
     HYPER_LAYERED: "mtp3-deepseek",
     HYPER_FROZEN: "frozen-kv-mtp",
 }
-WIDTHS: dict[str, int] = {"eagle3-on-gpt-oss": 24, "eagle3-on-qwen3-moe": 24}  # other heads are as wide as their target
+WIDTHS: dict[str, int] = {
+    "eagle3-on-gpt-oss": 24,
+    "eagle3-on-qwen3-moe": 24,
+    STREAM_MTP: 3 * SIZE,
+}  # other heads are as wide as their target
 Checkpoint = Callable[..., Path]
 MakePair = Callable[..., NodePair]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ALL, OF_FAMILIES, settings, target_of
+from drafters import ALL, TREES_OF_FAMILIES, settings, target_of
 from heads import LAYERED
 from node_pair import params
 from solo import Running, Solo, caught, frozen_fields
@@ -27,7 +27,7 @@ from baton.engine.rounds.slots import Slots
 from baton.engine.sampling.batch import INTS
 
 PROMPT = [random.Random(5).randrange(512) for _ in range(7)]
-TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "hyper-mtp", "frozen-kv-mtp", *OF_FAMILIES)
+TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "hyper-mtp", "frozen-kv-mtp", *TREES_OF_FAMILIES)
 ADVANCED = [0, 1, *(2 + INTS.index(name) for name in ("position", "num_generated"))]  # columns of Slots._ints
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {3: 1.0}}
 
@@ -72,7 +72,8 @@ class Buffers:
         for pool, kv in enumerate(engine.kvs):
             for index, sequence in enumerate(self._sequences):
                 rows = kv[:, sequence.pages].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
-                copies[f"kv {pool} {index}"] = rows[:, :, :, : sequence.num_computed - (num_again if pool else 0)]
+                num_settled = self._solo.num_settled(kv, sequence.num_computed)
+                copies[f"kv {pool} {index}"] = rows[:, :, :, : num_settled - (num_again if pool else 0)]
             used = {0}.union(*(each.pages for each in self._sequences))
             copies[f"kv {pool} of nobody"] = kv[:, [page for page in range(kv.shape[1]) if page not in used]]
         return {name: value.contiguous().clone() for name, value in copies.items()}

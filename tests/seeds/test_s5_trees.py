@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import OF_FAMILIES, settings, target_of
+from drafters import TREES_OF_FAMILIES, settings, target_of
 from node_pair import params
 from scratch import check_against_scratch
 from solo import Solo, caught, coach, plain_texts, spied
@@ -235,7 +235,7 @@ def proposed(solo: Solo) -> Iterator[list[list[int]]]:
         solo.drafter.propose = propose  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *OF_FAMILIES])
+@pytest.mark.parametrize("name", [*NAMES, *TREES_OF_FAMILIES])
 def test_each_node_of_a_tree_has_the_right_position(name: str, make_solo: MakeSolo) -> None:
     check_positions(name, make_solo(name))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ALL, OF_FAMILIES, settings, target_of
+from drafters import ALL, OF_FAMILIES, TREES_OF_FAMILIES, settings, target_of
 from idle_ranks import Cell, World, Worlds, cells
 from solo import Solo
 
@@ -29,7 +29,7 @@ from baton.engine.sampling.state import Needs
 from baton.engine.work import CatchUp, Chunk, Recompute, Round, RoundTokens
 from baton.metadata.handoff.schema.hidden_layout import HiddenLayout
 
-TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp", *OF_FAMILIES)
+TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp", *TREES_OF_FAMILIES)
 EVERYTHING = Needs(True, True, True, True, True, True, 2)
 
 

@@ -31,6 +31,7 @@ CONFIGS = {
     "groups": replace(GROUPS, norm_topk_prob=False),
     "groups of two": replace(GROUPS, scoring="sigmoid", has_bias=True, num_ranking=2, scaling=1.5),
     "shared": replace(PLAIN, shared_size=12),
+    "root of softplus": replace(PLAIN, scoring="sqrtsoftplus", has_bias=True),
 }
 
 
@@ -48,7 +49,11 @@ def layer(config: ExpertsConfig) -> MoeMlp:
 def formula(mlp: MoeMlp, token: torch.Tensor) -> torch.Tensor:
     """Return the output for one token, [hidden_size] -> [hidden_size]."""
     config, product = mlp.router.config, mlp.router.weight.double() @ token.double()
-    scores = product.sigmoid() if config.scoring == "sigmoid" else product.softmax(0)
+    scores = {
+        "softmax": product.softmax(0),
+        "sigmoid": product.sigmoid(),
+        "sqrtsoftplus": product.exp().log1p().sqrt(),
+    }[config.scoring]
     ranking = (scores if mlp.router.bias is None else scores + mlp.router.bias.double()).tolist()
     width = NUM_EXPERTS // config.num_groups
     groups = [ranking[start : start + width] for start in range(0, NUM_EXPERTS, width)]

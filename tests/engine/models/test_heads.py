@@ -20,7 +20,7 @@ from drafters import target_of
 from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, as_speculators, set_draft_ids, write_head
 from node_pair import params
 from oracle import Oracle
-from own_mtp import OwnMtpOracle, with_mtp
+from own_mtp import OwnMtpOracle, StreamMtpOracle, with_mtp
 from quantized import SCHEMES, quantized
 from safetensors.torch import load_file, save_file
 from solo import Solo, SpyLog, spied
@@ -74,6 +74,15 @@ def test_a_targets_own_layer_with_experts_equals_transformers(
     check_rows(OwnMtpOracle(model), model, model, temperature)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_layer_over_the_streams_of_its_target_equals_transformers(
+    temperature: float, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    """All residual streams go in and come out."""
+    model = with_mtp(checkpoint("deepseek_v4"), tmp_path / "model")
+    check_rows(StreamMtpOracle(model), model, model, temperature)
+
+
 @pytest.mark.parametrize("name", thinned(["blocks", "w8a16"], lambda i, _: i == 0))
 def test_a_targets_own_layer_in_fp8_rounds_as_the_format_says(
     name: str, checkpoint: Checkpoints, tmp_path: Path
@@ -84,7 +93,7 @@ def test_a_targets_own_layer_in_fp8_rounds_as_the_format_says(
     check_rows(OwnMtpOracle(plain, SCHEMES[name]), model, model, 0.0)
 
 
-def check_rows(oracle: Oracle | OwnMtpOracle, model: Path, head: Path, temperature: float) -> None:
+def check_rows(oracle: Oracle | OwnMtpOracle | StreamMtpOracle, model: Path, head: Path, temperature: float) -> None:
     kind = oracle.kind
     solo = Solo(model, speculative=ALGORITHM[kind], draft_model=str(head))
     with spied(solo.drafter) as log:
@@ -98,7 +107,9 @@ def check_rows(oracle: Oracle | OwnMtpOracle, model: Path, head: Path, temperatu
             check_round(solo, oracle, sequence, num_steps, log)
 
 
-def check_round(solo: Solo, oracle: Oracle | OwnMtpOracle, sequence: Any, num_steps: int, log: SpyLog) -> None:
+def check_round(
+    solo: Solo, oracle: Oracle | OwnMtpOracle | StreamMtpOracle, sequence: Any, num_steps: int, log: SpyLog
+) -> None:
     """Every forward of one round, and the logits that followed it, against rows computed anew."""
     log.clear()
     before, num_missed = list(sequence.token_ids), sequence.num_missed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baton.kernels.experts.routes import Routing, routes_ref
+from baton.kernels.experts.routes import Routing, routes_ref, shares_of
 
 UNIT = torch.eye(6)
 
@@ -32,6 +32,13 @@ def test_a_group_is_ranked_by_its_largest_scores() -> None:
 
 def test_shares_sum_to_one_times_scaling() -> None:
     x, bias = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)), torch.zeros(6)
-    for scoring in ("softmax", "sigmoid"):
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
         shares = routes_ref(x, UNIT, bias, bias, Routing(3, scoring, sums_to_one=True, scaling=2.5)).shares
         torch.testing.assert_close(shares.sum(1), torch.full((5,), 2.5))
+
+
+def test_experts_that_are_given_have_the_shares_of_their_scores() -> None:
+    x, given = torch.tensor([[3.0, -2.0, 1.0, 0.0, 0.0, 0.0]]), torch.tensor([[4, 1]])
+    chosen, shares = shares_of(x, UNIT, given, Routing(2, "sqrtsoftplus"))
+    assert torch.equal(chosen, given)
+    torch.testing.assert_close(shares, torch.tensor([[0.0, -2.0]]).exp().log1p().sqrt())

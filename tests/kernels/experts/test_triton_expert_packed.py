@@ -33,7 +33,7 @@ def test_products_of_mxfp4_with_biases(
     values = torch.randint(256, (rows, in_size // 2), dtype=torch.uint8, generator=generator).to(DEVICE)
     scales = torch.randint(115, 128, (rows, in_size // group), dtype=torch.uint8, generator=generator).to(DEVICE)
     weight = ExpertWeight(values, scales, group, random(rows, seed=2).to(dtype))
-    clamp = SwigluClamp(7.0, 1.702)
+    clamp = SwigluClamp(7.0, 1.702, 0.0)
     x = random(num_rows, in_size, seed=3, scale=0.3, dtype=dtype)
     check_products(x, None, weight, chosen, num_experts, dtype, clamp)
     check_products(x, None, weight._replace(bias=None), chosen, num_experts, dtype)

@@ -117,7 +117,7 @@ def test_experts_of_one_row_of_fp8(size: int, inner_size: int, rows: int, is_pow
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("clamp", [None, SwigluClamp(0.5, 0.9)])
+@pytest.mark.parametrize("clamp", [None, SwigluClamp(0.5, 0.9, 0.25)])
 @pytest.mark.parametrize(("size", "inner_size", "group"), [(96, 64, 32), (256, 48, 16)])
 def test_experts_of_one_row_of_mxfp4(
     size: int, inner_size: int, group: int, clamp: SwigluClamp | None, dtype: torch.dtype

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 
 def test_a_gate_is_clamped_and_experts_have_biases_in_any_format() -> None:
-    chosen, clamp = choose(33, 7, 3), SwigluClamp(0.5, 0.9)
+    chosen, clamp = choose(33, 7, 3), SwigluClamp(0.5, 0.9, 0.0)
     plain = ExpertWeight(random(7 * 88, 72, seed=1), None, 72, random(7 * 88, seed=2))
     check_products(random(33, 72), None, plain, chosen, 7, torch.float32, clamp)
     scales = random(7 * 88, 1, seed=3).abs() * 0.02 + 0.01

@@ -160,12 +160,46 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.334},
         },
     },
+    "deepseek_v4": {
+        "intermediate_size": 24,  # of an expert
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 28,
+        "num_experts_per_tok": 3,
+        "n_routed_experts": 8,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 4},
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "hc_mult": 3,
+        "sliding_window": 7,
+        "o_groups": 2,
+        "o_lora_rank": 12,
+        "index_n_heads": 8,
+        "index_head_dim": 16,
+        "index_topk": 5,
+        "swiglu_limit": 1.5,  # small, so that it matters
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
 # families whose biases and sinks are spread
-_BIASED = ("gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
+_BIASED = ("deepseek_v4", "gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
 _NORMED = {
+    "deepseek_v4": {"norm.weight": 1.0},
     "gemma3_text": {"norm.weight": 0.3},
     "gemma4_text": dict.fromkeys(("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar"), 1.0),
 }  # families whose norms are spread: transformers leaves all at one
@@ -196,9 +230,11 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     if family == "hyper_llama":
         _add_streams(path, hc_mult, seed)
     if family in _BIASED:
-        _spread(path, seed, {"sink_bias": 2.0, "bias": 0.3, "sinks": 2.0})
+        _spread(path, seed, {"sink_bias": 2.0, "bias": 0.3, "sinks": 2.0, "sink": 2.0, "ape": 1.0, "_base": 0.7})
     if family in _NORMED:
         _spread(path, seed, _NORMED[family])
+    if family == "deepseek_v4":
+        _spread_experts(path, seed, fields["n_routed_experts"])
     (path / "tokenizer.json").write_text(_tokenizer())
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -237,6 +273,19 @@ def _spread(path: Path, seed: int, scales: dict[str, float]) -> None:
         scale = next((scale for end, scale in scales.items() if name.endswith(end)), None)
         if scale is not None:
             tensors[name] = scale * torch.randn(tensors[name].shape, generator=generator)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def _spread_experts(path: Path, seed: int, num_experts: int) -> None:
+    """Let each token id of the model in `path` have experts of its own in the layers that choose by it."""
+    import torch
+
+    tensors, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
+    for name in sorted(tensors):
+        if name.endswith("tid2eid"):
+            num_ids, num_active = tensors[name].shape
+            scores = torch.rand(num_ids, num_experts, generator=generator)
+            tensors[name] = scores.argsort(1)[:, :num_active].contiguous()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 

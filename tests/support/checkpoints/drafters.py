@@ -26,11 +26,13 @@ from safetensors.torch import load_file, save_file
 
 NAMES = ("standalone", *KINDS, HYPER, HYPER_MTP, HYPER_FROZEN)  # that run once a token
 ORDINARY = (*NAMES, *LAYERED, HYPER_LAYERED)  # on a llama, with residual streams or without
+STREAM_MTP = "mtp-of-deepseek-v4"  # which reads all residual streams, and drafts chains only
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {  # prediction layers in the target's own checkpoint
     "mtp-of-glm4": ("glm4_moe", {}),
     "mtp-of-deepseek": ("deepseek_v3", {"first_k_dense_replace": 1, "q_lora_rank": 48}),
     "mtp-of-glm-dsa": ("glm_moe_dsa", {}),
     "mtp-of-mimo": ("mimo_v2_flash", {}),
+    STREAM_MTP: ("deepseek_v4", {}),
 }
 _HEADS = {  # a target's family, and the head of it
     "eagle-on-latents": ("deepseek_v3", "eagle"),
@@ -39,7 +41,8 @@ _HEADS = {  # a target's family, and the head of it
     "eagle-on-gemma4": ("gemma4_text", "eagle"),
 }
 OF_FAMILIES = (*_OWN, *_HEADS)  # on targets with experts, latents or windows
-RARE = ("mtp-of-mimo", "eagle-on-gemma4")  # the gate leaves them out of tests that take long
+TREES_OF_FAMILIES = tuple(name for name in OF_FAMILIES if name != STREAM_MTP)
+RARE = ("mtp-of-mimo", "eagle-on-gemma4", STREAM_MTP)  # the gate leaves them out of tests that take long
 ALL = (*ORDINARY, *OF_FAMILIES)
 SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", HYPER, HYPER_MTP, *OF_FAMILIES)
 _UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's

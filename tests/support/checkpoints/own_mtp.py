@@ -25,6 +25,8 @@ _MIMO_NAMES = {"post_attention_layernorm": "pre_mlp_layernorm", "shared_head.nor
 def with_mtp(source: Path, path: Path, num_layers: int = 1) -> Path:
     """Return a copy of a checkpoint with a random layer behind its last one, and copies of embedding and head.
     `num_layers`: of MiMo-V2-Flash, which may have several."""
+    if json.loads((source / "config.json").read_text())["model_type"] == "deepseek_v4":
+        return _with_stream_mtp(source, path)
     shutil.copytree(source, path)
     tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     generator, num = torch.Generator().manual_seed(7), config["num_hidden_layers"]
@@ -49,6 +51,36 @@ def with_mtp(source: Path, path: Path, num_layers: int = 1) -> Path:
     tensors[f"{own}eh_proj.weight"] = torch.randn(size, 2 * size, generator=generator) / 8
     tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{own}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return path
+
+
+def _with_stream_mtp(source: Path, path: Path) -> Path:
+    """Do the same for DeepSeek-V4, whose layer has the names `mtp.0` and attention to a window alone: that of
+    the first layer without its entries."""
+    shutil.copytree(source, path)
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    generator, last = torch.Generator().manual_seed(7), f"model.layers.{config['num_hidden_layers'] - 1}."
+    for name, tensor in list(tensors.items()):
+        if ".compressor." in name or ".indexer." in name:
+            continue
+        own = name.removeprefix("model.layers.0.attn.").replace("norm.weight", "kv_norm.weight", 1)
+        own = own.replace("q_kv_norm", "q_norm")
+        is_attention = name.startswith("model.layers.0.attn.")
+        if is_attention or (name.startswith(last) and ".attn." not in name):
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
+            new = f"mtp.0.attn.{own}" if is_attention else f"mtp.0.{name.removeprefix(last)}"
+            tensors[new] = noise if tensor.ndim == 2 else tensor + 0.1 * noise
+    size, hc_mult = config["hidden_size"], config["hc_mult"]
+    for name in ("enorm", "hnorm", "norm"):
+        tensors[f"mtp.0.{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+    for name in ("e_proj", "h_proj"):
+        tensors[f"mtp.0.{name}.weight"] = torch.randn(size, size, generator=generator) / 8
+    for name, shape in (("fn", (hc_mult, hc_mult * size)), ("base", (hc_mult,)), ("scale", (1,))):
+        tensors[f"mtp.0.hc_head_{name}"] = torch.randn(shape, generator=generator)
+    tensors["mtp.0.emb.tok_emb.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["mtp.0.head.weight"] = tensors["head.weight"].clone()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return path
@@ -136,6 +168,77 @@ class OwnMtpOracle:
         )
         out = out[0] if isinstance(out, tuple) else out
         return self._norm(out, "shared_head.norm") if self.is_mimo else out
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self.target.config.rms_norm_eps
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * self._tensors[f"{name}.weight"]
+
+
+class StreamMtpOracle:
+    """The same of DeepSeek-V4, whose states are all residual streams side by side:
+
+    s_a = e_proj(enorm(E(t_{i+1}))) + h_proj(hnorm(h_ia));  g_i = layer(s)_i;  logits = lm_head(norm(collapse(g_i)))
+    """
+
+    kind = "mtp-deepseek"
+
+    def __init__(self, path: Path) -> None:
+        from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperHead
+
+        self.target = rounding_model(path, None)
+        config, tensors = self.target.config, load_file(path / "model.safetensors")
+        num, own = config.num_hidden_layers, "mtp.0."
+        deeper = path.with_name(f"{path.name}-deeper")
+        shutil.copytree(path, deeper)
+        self._tensors = {name.removeprefix(own): each for name, each in tensors.items() if name.startswith(own)}
+        as_layer = {f"model.layers.{num}.{name}": each.clone() for name, each in self._tensors.items()}
+        as_layer = {name: each for name, each in as_layer.items() if "attn" in name or "ffn" in name}
+        save_file(tensors | as_layer, deeper / "model.safetensors", {"format": "pt"})
+        more = {
+            "num_hidden_layers": num + 1,
+            "layer_types": [*config.layer_types, "sliding_attention"],
+            "mlp_layer_types": [*config.mlp_layer_types, "moe"],
+        }
+        model = rounding_model(deeper, None, **more).model
+        self._layer, self._rotary = model.layers[num], model.rotary_emb
+        self._head = DeepseekV4HyperHead(config)
+        self._head.load_state_dict({f"hc_{each}": self._tensors[f"hc_head_{each}"] for each in ("fn", "base", "scale")})
+        self._streams: Tensor | None = None  # of the target, before they collapse
+
+        def keep(_: object, args: tuple[Tensor]) -> None:
+            self._streams = args[0]
+
+        self.target.model.hc_head.register_forward_pre_hook(keep)
+
+    @torch.no_grad()
+    def rows(self, tokens: list[int], drafted: list[int]) -> tuple[Tensor, Tensor]:
+        """Do as `Oracle.rows`."""
+        self.target.model(torch.tensor([tokens[:-1]]), use_cache=False)
+        assert self._streams is not None
+        hidden, ids = self._streams, tokens[1:]
+        state = self._forward(hidden, ids)
+        for token in drafted:
+            hidden, ids = torch.cat((hidden, state[:, -1:]), dim=1), [*ids, token]
+            state = self._forward(hidden, ids)
+        return state[0].flatten(1), self.target.lm_head(self._norm(self._head(state), "norm"))[0]
+
+    def _forward(self, hidden: Tensor, ids: list[int]) -> Tensor:
+        embedded = self._norm(self.target.model.embed_tokens(torch.tensor([ids])), "enorm")
+        embedded = embedded @ self._tensors["e_proj.weight"].T
+        streams = self._norm(hidden, "hnorm") @ self._tensors["h_proj.weight"].T + embedded.unsqueeze(2)
+        num = len(ids)
+        behind = torch.arange(num)[:, None] - torch.arange(num)
+        is_hidden = (behind < 0) | (behind >= self.target.config.sliding_window)
+        mask = torch.zeros(num, num).masked_fill(is_hidden, float("-inf"))[None, None]
+        positions = torch.arange(num)[None]
+        turns = {name: self._rotary(streams, positions, layer_type=name) for name in ("main", "compress")}
+        return self._layer(
+            streams,
+            input_ids=torch.tensor([ids]),
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=turns,
+        )
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.target.config.rms_norm_eps

@@ -54,7 +54,7 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
         name: types.get(name.removesuffix("_ptr"), "*bf16")
         if name.endswith("_ptr")
         else "fp32"
-        if name in ("scale", "eps", "limit", "alpha", "scaling")
+        if name in ("scale", "eps", "limit", "alpha", "offset", "scaling")
         else "i32"
         for name in kernel.arg_names
     } | dict.fromkeys(constants, "constexpr")

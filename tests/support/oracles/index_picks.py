@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.engine.attention import picked
+from baton.engine.layers import compressed_attention
 
 
 class PickRecord:
@@ -34,7 +35,10 @@ class PickRecord:
 def recorded_picks() -> Iterator[PickRecord]:
     """Record the picks of all forwards of this process."""
     record = PickRecord()
-    with mock.patch.object(picked, "pick", record.pick):
+    with (
+        mock.patch.object(picked, "pick", record.pick),
+        mock.patch.object(compressed_attention, "pick", record.pick),
+    ):
         yield record
 
 

@@ -20,7 +20,7 @@ from heads import over_all_tokens
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.checkpoint.model_config import WINDOW_POOL, WINDOW_VALUES
+from baton.engine.checkpoint.model_config import INDEX, WINDOW_POOL, WINDOW_VALUES
 from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
@@ -178,13 +178,26 @@ class Solo:
         """Return what the pools beside that of KV hold of all tokens with target KV."""
         pools = self.engine.draft_pools if of_draft else self.engine.target_pools
         further = () if pools is None else pools.further.values()
-        return [gather(pool, self._table(pool, sequence), sequence.num_computed) for pool in further]
+        num = sequence.num_computed
+        return [gather(pool, self._table(pool, sequence), self.num_settled(pool, num)) for pool in further]
 
     def _table(self, pool: torch.Tensor, sequence: Running) -> list[int]:
         """Return the pages of a sequence in one of the pools."""
         further = self.engine.target_pools.further
         is_tail = any(pool is further.get(name) for name in (WINDOW_POOL, WINDOW_VALUES))
         return sequence.tail.pages if is_tail and sequence.tail is not None else sequence.pages
+
+    def num_settled(self, pool: torch.Tensor, num_tokens: int) -> int:
+        """Return the first of `num_tokens` tokens whose slots in a pool are written: of entries, those of whole
+        windows."""
+        compressed = self.engine.model_config.compressed
+        if compressed is None:
+            return num_tokens
+        rates = {INDEX: compressed.sparse_rate, "sparse_entries": compressed.sparse_rate}
+        rates["heavy_entries"] = compressed.heavy_rate
+        further = self.engine.target_pools.further
+        rate = next((rates[name] for name in rates if name in further and further[name] is pool), 1)
+        return num_tokens // rate * rate
 
     def poison(self, sequence: Running) -> None:
         """Overwrite every slot of the sequence beyond its tokens with KV, in all pools."""

@@ -1,0 +1,135 @@
+"""DeepSeek-V4: the published names and formats of its tensors, and settings that it refuses.
+
+tests/engine/models/test_odd_shapes.py compares logits and texts with transformers, tests/engine/models/test_heads.py
+the prediction layer, and tests/decode_node/test_sparse_attention.py texts between nodes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_pools import pools_of
+from own_mtp import with_mtp
+from safetensors.torch import load_file, save_file
+
+from baton.decode_node.config import DecodeConfig
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.engine import Engine
+from baton.engine.models.registry import load_model
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.work import BatchRow
+from baton.metadata.errors import BatonError
+
+Checkpoint = Callable[..., Path]
+SIZES = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 8}
+VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def published(source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], object], **config: Any) -> Path:
+    """Write a copy of a checkpoint under the names of the published files, whose tensors `change` has changed."""
+    shutil.copytree(source, path)
+    spelled: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        name = re.sub(r"^model\.", "", name).replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        spelled[re.sub(r"attn\.norm\.", "attn.kv_norm.", name)] = tensor
+    change(spelled)
+    save_file(spelled, path / "model.safetensors", {"format": "pt"})
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | config))
+    return path
+
+
+def logits(model: Path) -> torch.Tensor:
+    config, ids = read_model_config(model), random.Random(0).choices(range(512), k=30)
+    loaded = load_model(model, config, torch.float32, "cpu")
+    batch = ForwardBatch.build([BatchRow(ids, 0, [*range(1, 9)])], 4, "cpu")
+    return loaded.logits(loaded.forward(batch, pools_of(config, 4, 9, float("nan"))))
+
+
+def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a weight in MXFP4, by the even columns in low halves of bytes: bytes, scales, and its numbers."""
+    groups = weight.unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(2) / 6).log2().ceil()
+    scaled = groups / exponents.exp2().unsqueeze(2)
+    codes = (scaled.abs().unsqueeze(-1) - VALUES).abs().argmin(-1)
+    numbers = VALUES[codes] * scaled.sign() * exponents.exp2().unsqueeze(2)
+    codes = (codes + 8 * (scaled < 0)).flatten(1).to(torch.uint8)
+    scales = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), scales, numbers.flatten(1)
+
+
+QUANTIZED: dict[str, Any] = {
+    "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+}
+
+
+def test_experts_of_four_bits_have_the_numbers_that_they_stand_for(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source, plain = checkpoint("deepseek_v4", **SIZES), dict[str, torch.Tensor]()
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [each for each in tensors if ".experts." in each]:
+            tensors[name], scales, plain[name] = packed(tensors[name])
+            tensors[f"{name.removesuffix('weight')}scale"] = scales
+
+    model = published(source, tmp_path / "fp4", pack, expert_dtype="fp4", **QUANTIZED)
+    expected = logits(published(source, tmp_path / "plain", lambda tensors: tensors.update(plain)))
+    assert len(plain) == 4 * 8 * 3
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+    assert (logits(source) - expected).abs().max() > 0.05
+
+
+def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    source = checkpoint("deepseek_v4", **SIZES)
+
+    def round_to(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [each for each in tensors if each.endswith(("wq_b.weight", "wo_a.weight"))]:
+                weight = tensors[name]
+                shape = [-(-size // 128) for size in weight.shape]
+                scales = torch.full(shape, 2.0**-6)
+                scales[0, 0] = 2.0**-5
+                tensors[name] = (weight * 32).clamp(-448, 448).to(torch.float8_e4m3fn)
+                tensors[f"{name.removesuffix('weight')}scale"] = scales.to(dtype)
+
+        return change
+
+    both = [
+        logits(published(source, tmp_path / str(dtype), round_to(dtype), **QUANTIZED))
+        for dtype in (torch.float32, torch.float8_e8m0fnu)
+    ]
+    assert torch.equal(*both) and (both[0] - logits(source)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"page_size": 6}, "page_size is 6, but DeepseekV4ForCausalLM makes entries of 4 tokens.* use --page-size 4"),
+        (
+            {"draft_topk": 2, "draft_steps": 2},
+            "draft_topk is 2, but DeepseekV4ForCausalLM makes entries by position.*use 1",
+        ),
+        ({"kv_dtype": "fp8"}, "kv_dtype is fp8, but DeepseekV4ForCausalLM has keys that are also values"),
+    ],
+)
+def test_settings_that_it_cannot_have_are_refused(
+    settings: dict[str, Any], words: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    model = with_mtp(checkpoint("deepseek_v4"), tmp_path / "model")
+    common: dict[str, Any] = {"page_size": 4, "num_pages": 8, "speculative": "mtp", "device": "cpu"}
+    with pytest.raises(BatonError, match=words):
+        Engine(DecodeConfig(model=str(model), **(common | settings)))
+
+
+def test_a_checkpoint_with_its_prediction_layer_drafts_by_itself(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = with_mtp(checkpoint("deepseek_v4"), tmp_path / "model")
+    engine = Engine(DecodeConfig(model=str(model), page_size=4, num_pages=8, device="cpu"))
+    assert engine.speculation.algorithm == "mtp"
+    for phase in ("extend", "recurrent"):
+        assert engine.speculation.hidden.spec(phase) == (3 * 64, "float32")
