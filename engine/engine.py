@@ -500,7 +500,7 @@ def read_target(model_dir: Path, config: EngineConfig) -> ModelConfig:
 def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
     if not 1 <= config.page_size <= 4096:
         raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
-    target = model.pool(dtype, config.kv_dtype)
+    target = model.pool(dtype, config.kv_dtype, config.page_size)
     return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
 
 

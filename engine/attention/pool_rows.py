@@ -26,6 +26,14 @@ import torch
 from ..rounds.batch import ForwardBatch, JointBatch
 
 
+class NewTokens(NamedTuple):
+    """The new tokens of one sequence."""
+
+    tokens: slice  # of the forward
+    start: int  # slot of the first one
+    pages: torch.Tensor  # [max_pages] int64, of the sequence
+
+
 class SeenRows(NamedTuple):
     """The rows of one sequence that the new tokens of a batch see."""
 
@@ -58,6 +66,30 @@ class PoolRows:
         pages, slots = self.slots
         num_planes, num_heads, width = pool.shape[1], pool.shape[2], pool.shape[4]
         pool[pages, :, :, slots] = rows.view(-1, num_planes, num_heads, width).to(pool.dtype)
+
+    def new_tokens(self) -> Iterator[NewTokens]:
+        """Yield the new tokens of each sequence. Tokens of one sequence come in the order of their slots. The host
+        reads lengths, so no graph can hold it."""
+        stop = sum(batch.num_tokens for batch in self.batches)
+        for batch in reversed(self.batches):  # the last one has the earlier tokens of a sequence that is in both
+            first = stop = stop - batch.num_tokens
+            for seq, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens.tolist(), strict=True)):
+                tokens = slice(first, first + query_len)
+                yield NewTokens(tokens, max(0, seq_len - query_len), batch.block_table[seq])
+                first += query_len
+
+    def read(self, name: str, place: int, pages: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Return the rows in slots `first` to `stop` of a sequence with these pages, in layer `place` of a pool of one
+        plane: [stop - first, num_heads, width]."""
+        pool = self.pools[name][place]
+        slots = torch.arange(first, stop, device=pool.device)
+        return pool[pages[slots // pool.shape[3]], 0, :, slots % pool.shape[3]]
+
+    def write(self, name: str, place: int, pages: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+        """Write rows [num_rows, num_heads, width] into the slots from `first` on, as `read` returns them."""
+        pool = self.pools[name][place]
+        slots = torch.arange(first, first + len(rows), device=pool.device)
+        pool[pages[slots // pool.shape[3]], 0, :, slots % pool.shape[3]] = rows
 
     def sequences(self, name: str, place: int) -> Iterator[SeenRows]:
         """Yield what the tokens of each sequence see in layer `place` of a pool. The rows of all new tokens must be

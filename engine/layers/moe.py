@@ -1,6 +1,7 @@
 """The mixture of experts: a router sends every token to a few of many feed-forward layers (arXiv:1701.06538).
 
-y = sum over the chosen experts e of share_e * expert_e(x), and + shared(x) if some experts are for all tokens
+y = sum over the chosen experts e of share_e * expert_e(x), and + shared(x) if some experts are for all tokens, or
+    + sigmoid(gate . x) * shared(x)
 
 kernels/experts/routes.py says which experts are chosen, and what their shares are.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...kernels.experts.routes import Routes, Routing, routes
@@ -54,6 +56,7 @@ class MoeMlp:
     experts: Experts
     shared: Mlp | None  # for all tokens
     sums_over: Sum | None  # ranks
+    shared_gate: Tensor | None = None  # [1, hidden_size], of `shared`; None: it has none
 
     def __call__(self, normed: Tensor) -> Tensor:
         """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
@@ -72,4 +75,6 @@ class MoeMlp:
         others = None
         if self.shared is not None:
             others = self.shared.down.product.alone.parts(self.shared.gate_up.product.alone.gated(x))
+        if self.shared_gate is not None and others is not None:
+            others = others * torch.sigmoid(x @ self.shared_gate.T)
         return self.experts(rows, *self.router(x), others)

@@ -130,7 +130,7 @@ class DecoderModel:
         self.device = embedding.weight.device
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
-        kinds = (config,) if config.window is None else config.by_window()
+        kinds = (config.of_attention,) if config.window is None else config.by_window()
         self._kinds = tuple(
             (each, RotaryEmbedding(each.rope, each.rotated_size, self.device, each.rotary_dim)) for each in kinds
         )

@@ -8,7 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..checkpoint.config_file import ConfigFile
-from ..checkpoint.model_config import ExpertsConfig, Further, Gemma4Config, IndexConfig, LatentConfig, ModelConfig
+from ..checkpoint.model_config import (
+    DeltaConfig,
+    ExpertsConfig,
+    Further,
+    Gemma4Config,
+    IndexConfig,
+    LatentConfig,
+    ModelConfig,
+)
 
 if TYPE_CHECKING:
     from ..checkpoint.weights import Weights
@@ -52,6 +60,8 @@ class ModelFamily:
     respell: Callable[[ConfigFile], None] | None = None  # renames fields of published files
     value_dim: Callable[[ConfigFile, int], int | None] | None = None  # of a value, by that of a key; None: as wide
     window_head_factor: int = 1  # KV heads of layers with a window, by those of the others
+    read_delta: Callable[[ConfigFile], DeltaConfig] | None = None  # None: all layers have attention
+    has_output_gate: bool = False  # queries come with a gate of what they attend to
     read_further: Callable[[ConfigFile], tuple[Further, ...]] | None = None  # None: it has no pool beside that of KV
     mtp_layer_reader: str | None = None  # as `reader`, for a prediction layer; None: as Llama's
     own_mtp: tuple[str, ...] = ("model.layers.", "model.mtp_layers.")  # prediction layers in its checkpoints begin so

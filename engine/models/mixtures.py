@@ -26,6 +26,7 @@ class MixtureNames(NamedTuple):
     down: str = "down_proj"
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
+    shared_gate: str | None = None  # None: the shared experts have no gate
 
 
 NAMES = MixtureNames()
@@ -46,7 +47,8 @@ def read_mixture(config: ModelConfig, weights: Weights, prefix: str, names: Mixt
     shared: Mlp | None = None
     if experts.shared_size:
         shared = read_mlp(config, weights, f"{prefix}.{names.shared}", experts.shared_size)
-    return MoeMlp(router, products, shared, weights.ranks.sum_of(INNER_IN))
+    gate = None if names.shared_gate is None else weights.tensor(f"{prefix}.{names.shared_gate}.weight", 1, size)
+    return MoeMlp(router, products, shared, weights.ranks.sum_of(INNER_IN), gate)
 
 
 def _sources(config: ModelConfig, weights: Weights, prefix: str, names: MixtureNames) -> ExpertSources:

@@ -45,7 +45,24 @@ _DEEPSEEK: dict[str, Any] = _LATENTS | {
     "topk_group": 2,
     "first_k_dense_replace": None,  # all layers
 }
+_DELTA: dict[str, Any] = {  # layers with a gated delta rule
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+}
+_DELTA_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
 _CLASS_NAMES = {
+    "qwen3_5_text": "Qwen3_5",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
     "hyper_llama": "Llama",
     "minimax_m2": "MiniMaxM2",
     "deepseek_v32": "DeepseekV32",
@@ -160,12 +177,18 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.334},
         },
     },
+    "qwen3_next": _DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [2]},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _DELTA_EXPERTS,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
 # families whose biases and sinks are spread
 _BIASED = ("gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
 _NORMED = {
+    "qwen3_next": {"norm.weight": 0.3},
+    "qwen3_5_text": {"norm.weight": 0.3},
+    "qwen3_5_moe_text": {"norm.weight": 0.3},
     "gemma3_text": {"norm.weight": 0.3},
     "gemma4_text": {"norm.weight": 1.0, "layer_scalar": 1.0},
 }  # families whose norms are spread: transformers leaves all at one
