@@ -86,13 +86,15 @@ def _read_delta_net(
     )
     taps = weights.tensor(f"{prefix}.conv1d.weight", len(channels), 1, delta.num_taps, dtype=torch.float32)
     of_heads = [weights.tensor(f"{prefix}.{name}", num_values, dtype=torch.float32) for name in ("A_log", "dt_bias")]
-    taps, a_log, dt_bias = (
+    by_head = [
         each.view(num_heads, -1, *each.shape[1:]) for each in (taps.squeeze(1)[channels.to(weights.device)], *of_heads)
-    )
+    ]
+    shard = weights.ranks.shard(split)
+    taps, a_log, dt_bias = by_head if shard is None else (shard.take(each, 0).clone() for each in by_head)
     return DeltaNet(
         place,
         inputs,
-        tuple(sizes.values()),
+        tuple(size // num_heads * len(taps) for size in sizes.values()),
         DeltaWeights(taps, a_log, dt_bias, delta.key_dim, delta.value_dim),
         weights.tensor(f"{prefix}.norm.weight", delta.value_dim),
         config.rms_norm_eps,
