@@ -99,6 +99,7 @@ class Engine:
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         _check_tried(self.device, self.model_config, self.speculation.draft)
+        _check_trees(self.model_config, self.speculation)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
         self.context_len = longest_context(config, self.model_config)
@@ -509,6 +510,15 @@ def _check_tried(device: torch.device, *configs: ModelConfig | None) -> None:
     for config in configs if device.type == "cuda" else ():
         if config is not None and (untried := config.untried_on_gpu):
             raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
+
+
+def _check_trees(config: ModelConfig, speculation: Speculation) -> None:
+    """Raise ConfigError if drafts are a tree, and the target has layers that read tokens in their order."""
+    if config.delta is not None and not speculation.shape.is_chain:
+        raise ConfigError(
+            f"{config.architecture}: layers with a gated delta rule verify chains alone, and draft_topk is "
+            f"{speculation.shape.topk}; use --draft-topk 1"
+        )
 
 
 def _check_size(num_pages: int) -> None:

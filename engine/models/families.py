@@ -228,9 +228,11 @@ QWEN3_NEXT = ModelFamily(
     rotary_share=0.25,
     has_output_gate=True,
     needs=(*_DELTA_NEEDS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    inert=_QWEN_MTP,
     read_experts=read_shared_qwen_experts,
     read_delta=read_delta,
-    own_mtp=("mtp.",),
+    mtp_layer_reader="qwen_next.read_next_mtp_layer",
+    own_mtp=("mtp",),
 )
 QWEN3_5 = ModelFamily(
     architecture="Qwen3_5ForCausalLM",
@@ -245,7 +247,8 @@ QWEN3_5 = ModelFamily(
     inert=_QWEN_MTP,
     fixed=_QWEN_FIXED,
     read_delta=read_delta,
-    own_mtp=("mtp.",),
+    mtp_layer_reader="qwen_next.read_next_mtp_layer",
+    own_mtp=("mtp",),
 )
 QWEN3_5_MOE = ModelFamily(
     architecture="Qwen3_5MoeForCausalLM",
@@ -262,7 +265,8 @@ QWEN3_5_MOE = ModelFamily(
     respell=respell_qwen3_5,
     read_experts=partial(read_shared_qwen_experts, norms=True),
     read_delta=read_delta,
-    own_mtp=("mtp.",),
+    mtp_layer_reader="qwen_next.read_next_mtp_layer",
+    own_mtp=("mtp",),
 )
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",

@@ -16,7 +16,7 @@ from index_picks import recorded_picks
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from model_pools import pools_of
 from node_pair import node_pairs, params
-from own_mtp import with_mtp
+from own_mtp import with_mtp, with_qwen_mtp
 from safetensors.torch import load_file
 from thinned import thinned
 from ties import Reference
@@ -155,10 +155,11 @@ SHAPES = {
         "mimo_v2_flash",
         {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 96, "head_dim": 36, "v_head_dim": 10},
     ),
-    "qwen3-next": Shape("qwen3_next", {"num_attention_heads": 6, "hidden_size": 96}, disagrees=True),
+    "qwen3-next": Shape("qwen3_next", {"num_attention_heads": 6, "hidden_size": 96}, "mtp", disagrees=True),
     "qwen3.5": Shape(
         "qwen3_5_text",
         {"num_key_value_heads": 1, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3},
+        "mtp",
         disagrees=True,
     ),
     "qwen3.5-moe": Shape(
@@ -189,10 +190,10 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 def model(shape: Shape, checkpoint: Callable[..., Path]) -> Path:
     """A checkpoint of the shape, with its drafter if that is a layer of it."""
     source = checkpoint(shape.family, **shape.config)
-    if shape.drafter != "mtp":
+    if shape.drafter == "ngram":
         return source
     path = source.with_name(f"{source.name}-mtp")
-    return path if path.exists() else with_mtp(source, path)
+    return path if path.exists() else (with_qwen_mtp if "qwen" in shape.family else with_mtp)(source, path)
 
 
 def reference_of(model: Path, shape: Shape) -> Reference:
@@ -241,7 +242,7 @@ def test_logits_equal_transformers(model: Path, shape: Shape) -> None:
 
 def test_the_tensors_are_what_transformers_writes(model: Path) -> None:
     written = {name: tuple(tensor.shape) for name, tensor in load_file(model / "model.safetensors").items()}
-    own = f"model.layers.{read_model_config(model).num_layers}."  # the drafter's
+    own = (f"model.layers.{read_model_config(model).num_layers}.", "mtp.")  # the drafter's
     written = {name: size for name, size in written.items() if not name.startswith(own)}
     assert {spec.name: spec.shape for spec in tensor_specs(read_model_config(model))} == written
 
