@@ -33,7 +33,7 @@ _SUMS = ("head_dim", "qk_head_dim")  # of widths that are read
 _LATENT_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LATENT_NEEDS = (*_LATENT_WIDTHS, "first_k_dense_replace")
 _QWEN_MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # drafters read the tensors
-_QWEN_FIXED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+_QWEN_FIXED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
 _INDEX_NEEDS = ("index_topk", "index_head_dim", "index_n_heads")
 
 LLAMA = ModelFamily(
