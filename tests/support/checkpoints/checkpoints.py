@@ -220,6 +220,8 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
         _add_streams(path, hc_mult, seed)
     if family in _BIASED:
         _spread(path, seed, {"sink_bias": 2.0, "bias": 0.3, "sinks": 2.0})
+    if "linear_num_key_heads" in fields:
+        _remember(path)
     if family in _NORMED:
         _spread(path, seed, _NORMED[family])
     (path / "tokenizer.json").write_text(_tokenizer())
@@ -260,6 +262,16 @@ def _spread(path: Path, seed: int, scales: dict[str, float]) -> None:
         scale = next((scale for end, scale in scales.items() if name.endswith(end)), None)
         if scale is not None:
             tensors[name] = scale * torch.randn(tensors[name].shape, generator=generator)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def _remember(path: Path) -> None:
+    """Let the states of the delta rule in `path` fade over some dozens of tokens. Those of random weights are gone
+    after three."""
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        if name.endswith(".A_log"):
+            tensors[name] -= 4.0
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
