@@ -99,6 +99,10 @@ class AttentionByWindow(AttentionContext):
     unbounded: AttentionContext  # of layers that see all positions
     windowed: AttentionContext
 
+    @property
+    def further(self) -> PoolRows:
+        return self.unbounded.further
+
     def __call__(self, qkv: torch.Tensor, heads: LayerHeads) -> torch.Tensor:
         return (self.unbounded if heads.window is None else self.windowed)(qkv, heads)
 

@@ -110,6 +110,7 @@ THETAS: Mapping[str, float | None] = {  # rope_theta, if it is not 10,000; None:
     "gemma4_text": 1e6,
     "mimo_v2_flash": 5e6,
     "ministral3": None,
+    "mistral4": None,
     "qwen2_vl_text": 1e6,
     "qwen2_5_vl_text": 1e6,
     "qwen3_vl_text": None,

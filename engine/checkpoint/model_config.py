@@ -224,6 +224,7 @@ class ModelConfig:
     delta: DeltaConfig | None = None  # None: all layers have attention
     has_output_gate: bool = False  # the projection of queries also gives a gate of what a head attends to
     value_scale: float = 1.0  # by which values are multiplied
+    predicts_in_window: bool = False  # prediction layers are dense, and else as the layers with a window
     value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
 
     @property
@@ -249,6 +250,8 @@ class ModelConfig:
             return "attention to the tokens that an indexer picks"
         if self.value_dim is not None:
             return "attention with values narrower than keys"
+        if self.gemma4 is not None and self.experts is not None:
+            return "experts with GELU"
         return "attention with heads of more than 256 numbers" if self.latent is None and self.head_dim > 256 else None
 
     @property
@@ -270,6 +273,13 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         """Factor of the scores of attention."""
         return self.head_dim**-0.5 if self.latent is None else self.latent.scale
+
+    @property
+    def has_cut_heads(self) -> bool:
+        """Whether heads are in FP8, with scales of blocks of 128 rows, and cut the blocks, and are rotated in part.
+        Rows of a head that are put into another order would leave their block."""
+        is_in_blocks = self.quantization is not None and self.quantization.weight_scale == "blocks"
+        return is_in_blocks and self.rotary_dim is not None and min(128 % self.head_dim, self.head_dim % 128) > 0
 
     @property
     def num_shared_layers(self) -> int:
@@ -363,11 +373,14 @@ class ModelConfig:
         return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
-        """Return the configuration of `num_layers` prediction layers, each like the model's last one, or the last one
-        with attention."""
+        """Return the configuration of `num_layers` prediction layers, each like the model's last one, like one with a
+        window, or like the last one with attention."""
         further = () if self.delta else tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
-        windows = (None,) * num_layers
-        return replace(self, num_layers=num_layers, sliding_window=windows, further=further, delta=None)
+        windows, kind = (None,) * num_layers, self
+        if self.predicts_in_window:
+            kind = replace(self if self.window is None else self.by_window()[1], experts=None)
+            windows = kind.sliding_window[:1] * num_layers
+        return replace(kind, num_layers=num_layers, sliding_window=windows, further=further, delta=None)
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another

@@ -11,6 +11,8 @@ from .model_config import INDEX, DeltaConfig, Further, Gemma4Config, IndexConfig
 
 _LETTERS = {"F": "full", "S": "shared"}  # of index_topk_pattern
 
+_MAX_PICKS = 8192  # that kernels/attention/triton_picks.py can choose
+
 _KINDS = ("full_attention", "sliding_attention")
 _SIZES = ("num_attention_heads", "head_dim", "v_head_dim")  # alike in layers with a window, which files say with swa_
 
@@ -31,7 +33,7 @@ def read_latent(raw: ConfigFile) -> LatentConfig:
         plain_dim=plain_dim,
         rope_dim=rope_dim,
         value_dim=raw.integer("v_head_dim"),
-        is_interleaved=raw.get("rope_interleave") is None or raw.flag("rope_interleave"),
+        is_interleaved=not raw.has("rope_interleave") or raw.flag("rope_interleave"),
         scale=(plain_dim + rope_dim) ** -0.5 * _score_factor(raw),
     )
 
@@ -55,6 +57,8 @@ def read_index(raw: ConfigFile, *, is_interleaved: bool) -> IndexConfig:
         raise raw.error("index_head_dim", f"is less than qk_rope_head_dim ({rope_dim}), which is rotated")
     if raw.get("q_lora_rank") is None:
         raise raw.error("q_lora_rank", "is not served; indexers read the latent of queries", value="null")
+    if raw.integer("index_topk") > _MAX_PICKS:
+        raise raw.error("index_topk", f"is more than {_MAX_PICKS}, the most tokens that an indexer can choose here")
     return IndexConfig(
         num_heads=raw.integer("index_n_heads"),
         head_dim=head_dim,
@@ -121,8 +125,6 @@ def read_gemma4(raw: ConfigFile) -> Gemma4Config:
         raise raw.error("num_kv_shared_layers", "leaves no layer of some kind in layer_types with KV of its own")
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):  # images are not served
         raise raw.error("use_bidirectional_attention", "is not served; null and 'vision' are")
-    if raw.flag("enable_moe_block"):
-        raise raw.error("enable_moe_block", "is not served; use a checkpoint without experts")
     if not raw.get("rope_parameters"):
         raise raw.error("rope_parameters", "is not served; write those of full_attention and sliding_attention into it")
     if raw.integer("vocab_size_per_layer_input") < raw.integer("vocab_size"):
@@ -161,12 +163,16 @@ def respell_mimo(raw: ConfigFile) -> None:
     sparse = raw.get("moe_layer_freq") or [i > 0 for i in range(num_layers)]
     if not isinstance(windowed, list) or not isinstance(sparse, list):
         raise raw.error("hybrid_layer_pattern", "and moe_layer_freq must be lists with a number for each layer")
-    fields: dict[str, Any] = {
-        "layer_types": [_KINDS[bool(each)] for each in windowed],
-        "mlp_layer_types": ["sparse" if each else "dense" for each in sparse],
-        "rms_norm_eps": raw.number("layernorm_epsilon", 1e-5),
+    fields: dict[str, tuple[str, Any]] = {
+        "layer_types": ("hybrid_layer_pattern", [_KINDS[bool(each)] for each in windowed]),
+        "mlp_layer_types": ("moe_layer_freq", ["sparse" if each else "dense" for each in sparse]),
+        "rms_norm_eps": ("layernorm_epsilon", raw.number("layernorm_epsilon", 1e-5)),
     }
-    raw.fill(fields)
+    for name, (published, value) in fields.items():
+        if raw.get(name) is None:
+            raw.replace({name: value})
+        elif raw.get(published) is not None and raw.get(name) != value:
+            raise raw.error(published, f"differs from {name} ({raw.get(name)}); correct the wrong one")
     if raw.get("sliding_window_size") is not None:  # without the query itself
         raw.replace({"sliding_window": raw.integer("sliding_window_size") + 1})
     num_kv_heads = raw.integer("num_key_value_heads")

@@ -30,6 +30,7 @@ from .quantization import read_quantization
 from .read_attention import global_heads
 
 _FLOATS: dict[str, CheckpointDtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # first: without files
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # the name of transformers, and its older one
 _WITH_MROPE = ("qwen2_vl_text", "qwen2_5_vl_text")  # images have positions of their own; those of text are plain
 
 
@@ -82,12 +83,18 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         gemma4=heads.gemma4,
         softcap=_softcap(raw, family),
         value_scale=1.0 if family.value_dim is None else raw.number("attention_value_scale", 1.0),
+        predicts_in_window=family.predicts_in_window,
         value_dim=None if family.value_dim is None else family.value_dim(raw, heads.head_dim),
         further=_further(raw, family, delta),
         delta=delta,
         has_output_gate=family.has_output_gate,
     )
-    _check_blocks(raw, config)
+    if config.has_cut_heads and family.value_dim is None:  # that attention orders its outputs instead
+        raise raw.error(
+            "quantization_config",
+            f"scales blocks of 128 rows, which heads of {config.head_dim} numbers cut; use a checkpoint in 16 bits",
+            value="fp8",
+        )
     if architecture is None:
         refuse_unknown_fields(raw, family)
     return config
@@ -140,17 +147,6 @@ def _attention_heads(raw: ConfigFile, family: ModelFamily) -> _Heads:
     return _Heads(num_kv_heads, head_dim, latent, window, gemma4)
 
 
-def _check_blocks(raw: ConfigFile, config: ModelConfig) -> None:
-    """Refuse a head whose rotated rows, which are put into another order, would leave their block of 128 rows."""
-    is_in_blocks = config.quantization is not None and config.quantization.weight_scale == "blocks"
-    if is_in_blocks and config.rotary_dim and 128 % config.head_dim and config.head_dim % 128:
-        raise raw.error(
-            "quantization_config",
-            f"scales blocks of 128 rows, which heads of {config.head_dim} numbers cut; use a checkpoint in 16 bits",
-            value="fp8",
-        )
-
-
 def _heads(raw: ConfigFile, num_heads: int, hidden_size: int) -> tuple[int, int]:
     """Return the number of KV heads and the width of a head."""
     num_kv_heads = raw.integer("num_key_value_heads", num_heads)
@@ -195,7 +191,8 @@ def _check_supported(raw: ConfigFile, family: ModelFamily) -> None:
             raise raw.error(key, f"is not served for {family.architecture}; use a dense checkpoint")
     for key in family.needs:
         spellings = key.split("|")
-        if not any(map(raw.has, spellings)):
+        is_said = raw.has(key) if len(spellings) == 1 else any(raw.get(each) is not None for each in spellings)
+        if not is_said:
             missing = " or ".join(spellings)
             raise ModelError(
                 f"{raw.path}: {missing} is missing, and its default is not certain; write it into the file"
@@ -218,6 +215,7 @@ def _window(raw: ConfigFile, family: ModelFamily, heads: tuple[int, int], *, has
     if family.window_theta is None:
         return None
     fields = raw.section("rope_parameters").section("sliding_attention")
+    _check_beside(raw, fields, "rope_theta", family.window_theta_name)
     share, other = fields.get("partial_rotary_factor"), _partial(raw, _rope_fields(raw, family))
     if family.rotary_share is not None and share not in (None, other):
         raise fields.error("partial_rotary_factor", f"is not served; that of full_attention ({other}) is", value=share)
@@ -263,12 +261,20 @@ def _rotary_dim(raw: ConfigFile, family: ModelFamily, rope: RopeConfig, head_dim
 
 def _partial(raw: ConfigFile, among: Fields) -> Any:
     """Return partial_rotary_factor, which may be among the rotary settings or beside them."""
+    _check_beside(raw, among, "partial_rotary_factor", "partial_rotary_factor")
     beside = raw.get("partial_rotary_factor")
     return among.get("partial_rotary_factor") if among.has("partial_rotary_factor") else beside
 
 
+def _check_beside(raw: ConfigFile, among: Fields, name: str, beside: str) -> None:
+    """Refuse a value beside the rotary settings, at `beside`, that differs from `name` among them."""
+    if raw.get(beside) is not None and among.get(name) not in (None, raw.get(beside)):
+        raise among.error(name, f"differs from {beside} ({raw.get(beside)}) beside it; correct the wrong one")
+
+
 def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
     fields = _rope_fields(raw, family)
+    _check_beside(raw, fields, "rope_theta", "rope_theta")
     rope = _rotation(raw, family, fields)
     if not family.scales_queries or fields.get("llama_4_scaling_beta") is None:
         return rope
@@ -376,9 +382,9 @@ def _by_layer_types(
     num_layers = raw.integer("num_hidden_layers")
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
         raise raw.error("layer_types", f"must list {num_layers} layers")
-    served = ("full_attention", "sliding_attention") if family.read_index is None else ("indexed_attention",)
+    served = ("full_attention", "sliding_attention") if family.read_index is None else _INDEXED
     if any(layer_type not in served for layer_type in layer_types):
-        raise raw.error("layer_types", f"is not served; {' and '.join(served)} {'is' if len(served) == 1 else 'are'}")
+        raise raw.error("layer_types", f"is not served; {' and '.join(served)} are")
     if "sliding_attention" in layer_types and window is None:
         raise raw.error("layer_types", "has sliding_attention but no sliding window is switched on")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)

@@ -79,17 +79,15 @@ def _layers_with_experts(raw: ConfigFile) -> tuple[int, ...]:
     """Return the layers behind the first ones that have experts, or those that `mlp_layer_types` calls sparse."""
     num_layers, types = raw.integer("num_hidden_layers"), raw.get("mlp_layer_types")
     by_layer = isinstance(raw.get("moe_layer_freq"), list)  # then `mlp_layer_types` says the same
-    step, first = (
-        1 if by_layer else raw.integer("moe_layer_freq", 1),
-        raw.integer("first_k_dense_replace", 0, minimum=0),
-    )
+    step, has_first = 1 if by_layer else raw.integer("moe_layer_freq", 1), raw.get("first_k_dense_replace") is not None
+    first = raw.integer("first_k_dense_replace", None if types is None else 0, minimum=0)
     layers = tuple(layer for layer in range(first, num_layers) if layer % step == 0)
     if types is None:
         return layers
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
         raise raw.error("mlp_layer_types", f"must list {num_layers} layers, each dense or sparse")
     sparse = tuple(layer for layer, kind in enumerate(types) if kind == "sparse")
-    if raw.has("first_k_dense_replace") and sparse != layers:
+    if has_first and sparse != layers:
         raise raw.error("mlp_layer_types", f"differs from first_k_dense_replace ({first}); correct the wrong one")
     return sparse
 
@@ -161,6 +159,24 @@ def read_mistral4_experts(raw: ConfigFile) -> ExpertsConfig | None:
     """Read the experts of Mistral 4, which ranks groups as DeepSeek-V3 does and scores as V2 does."""
     experts = read_deepseek_experts(raw, "softmax", num_ranking=2)
     return replace(experts, is_stacked=True) if experts.layers else None
+
+
+def read_gemma4_experts(raw: ConfigFile) -> ExpertsConfig | None:
+    """Read the experts of Gemma 4, which stand beside the dense layer in every layer, if the file switches them on."""
+    if not raw.flag("enable_moe_block"):
+        return None
+    num_experts, num_active = raw.integer("num_experts"), raw.integer("top_k_experts")
+    if num_active > num_experts:
+        raise raw.error("top_k_experts", f"is more than there are experts ({num_experts})")
+    return ExpertsConfig(
+        num_experts,
+        num_active,
+        raw.integer("moe_intermediate_size"),
+        norm_topk_prob=True,
+        layers=tuple(range(raw.integer("num_hidden_layers"))),
+        shared_size=raw.integer("intermediate_size"),
+        is_stacked=True,
+    )
 
 
 def read_latent_experts(raw: ConfigFile, scoring: Scoring) -> ExpertsConfig | None:

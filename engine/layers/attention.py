@@ -83,6 +83,7 @@ class NarrowAttention:
     value_dim: int
     num_kv_heads: int  # of this rank
     value_scale: float
+    order: Tensor | None = None  # of the numbers of all q and k, int64; None: the product has them in it
 
     @property
     def reader(self) -> Linear:
@@ -97,6 +98,7 @@ class NarrowAttention:
         * value_dim]."""
         inner = self.inner
         qk, v = inner.qkv(normed).tensor_split([-self.num_kv_heads * self.value_dim], 1)
+        qk = qk if self.order is None else qk.index_select(1, self.order)
         narrow = v.unflatten(1, (self.num_kv_heads, self.value_dim)) * self.value_scale
         filled = F.pad(narrow, (0, self.head_dim - self.value_dim)).flatten(1)
         heads = LayerHeads(inner.index, inner.head_norms, inner.window, inner.sinks)

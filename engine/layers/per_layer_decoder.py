@@ -2,6 +2,7 @@
 token that are the layer's own, and a scale of the residual stream at its end.
 
 h += norm(attention.out(attention(norm(h))));  h += norm(mlp(norm(h)))
+    or, with experts beside the dense layer,   h += norm(norm(mlp(norm(h))) + norm(experts(norm(h))))
 h += norm(project(gelu(gate(h)) * numbers of the token));  h *= scale
 """
 
@@ -15,11 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.experts.routes import Routes
 from ...kernels.products.norm import rms_norm
 from ..attention.context import AttentionContext, HeadNorms, LayerHeads
-from ..products.base import Rows
+from ..products.base import Rows, Sum
+from ..products.experts import Experts
 from ..products.linear import Linear
+from ..products.ranked import OwnRowsSum
 from .decoder import Residual
+from .moe import ExpertRouter
 from .sandwich_decoder import GeluMlp
 
 # Keys and values before norm and rotation of the last layer with a window (True) and without one (False).
@@ -71,6 +76,30 @@ class LayerInput:
         return rms_norm(self.projection(gated), self.norm, eps)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsBeside:
+    """The experts beside a dense feed-forward layer. The router reads the stream normed without weights: its own scale
+    is in the weight of its product."""
+
+    router: ExpertRouter
+    scales: Tensor  # [num_experts] float32, of an expert's share
+    experts: Experts
+    dense_norm: Tensor  # [hidden_size], of the dense layer's output
+    in_norm: Tensor  # [hidden_size], of the stream, for the experts
+    out_norm: Tensor  # [hidden_size], of their output
+    sums_over: Sum | None  # ranks
+
+    def __call__(self, hidden: Tensor, dense: Tensor, eps: float) -> Tensor:
+        """Return the output of both: [num_tokens, hidden_size]. `hidden` is the stream, `dense` the dense layer's
+        output."""
+        of_all = self.sums_over.gather(hidden) if isinstance(self.sums_over, OwnRowsSum) else hidden
+        chosen, shares = self.router(rms_norm(of_all, torch.ones_like(self.in_norm), eps))
+        routes = Routes(chosen, shares * self.scales[chosen])
+        out = self.experts(rms_norm(of_all, self.in_norm, eps), *routes)
+        out = out if self.sums_over is None else self.sums_over.sum(out)
+        return rms_norm(dense, self.dense_norm, eps).add_(rms_norm(out, self.out_norm, eps))
+
+
 class LayerNorms(NamedTuple):
     """Norms before and after the sublayers, each [hidden_size]."""
 
@@ -89,6 +118,7 @@ class PerLayerDecoder:
     mlp: GeluMlp
     input: LayerInput | None
     scale: Tensor  # [1]
+    experts: ExpertsBeside | None = None
 
     def __call__(self, stream: Residual, context: AttentionContext, kept: KeptKv, numbers: Tensor | None) -> None:
         """Change the stream; `numbers` [num_tokens, input_size] of the tokens, if the layer has an input."""
@@ -97,6 +127,8 @@ class PerLayerDecoder:
         out = attention.out(attention(normed, context, kept))
         stream.add_output(rms_norm(out, norms.after_attention, eps))
         out = self.mlp(stream.normed(norms.before_mlp))
+        if self.experts is not None:
+            out = self.experts(stream.settled(), out, eps)
         stream.add_output(rms_norm(out, norms.after_mlp, eps))
         if self.input is not None:
             assert numbers is not None, "the layer has an input"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.products.norm import rms_norm
+from ...kernels.products.silu import gelu_mul
 from ..attention.context import AttentionContext
 from ..products.base import Rows
 from ..products.linear import Linear
@@ -26,8 +26,7 @@ class GeluMlp:
 
     def __call__(self, normed: Tensor) -> Tensor:
         """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]."""
-        gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        return self.down(F.gelu(gate, approximate="tanh").mul_(up))
+        return self.down(gelu_mul(self.gate_up(normed)))
 
     def add_to(self, stream: Residual, norm: Tensor) -> None:
         """Read the stream normed by `norm` [hidden_size] and add the layer's output to it."""

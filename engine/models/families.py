@@ -17,6 +17,7 @@ from ..checkpoint.read_attention import (
     value_dim,
 )
 from ..checkpoint.read_experts import (
+    read_gemma4_experts,
     read_glm_experts,
     read_gpt_oss_experts,
     read_latent_experts,
@@ -188,6 +189,7 @@ GEMMA4 = ModelFamily(
     may_cap_logits=True,
     needs=("layer_types", "rope_parameters"),
     fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    read_experts=read_gemma4_experts,
     read_gemma4=read_gemma4,
     own_mtp=(),
 )
@@ -209,6 +211,8 @@ MIMO_V2_FLASH = ModelFamily(
     inert=("attention_chunk_size",),
     fixed={"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True},
     read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    mtp_layer_reader="gpt_oss.read_mimo_mtp_layer",
+    predicts_in_window=True,
     own_mtp=("model.mtp.",),
 )
 _DELTA_NEEDS = (

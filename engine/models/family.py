@@ -64,6 +64,7 @@ class ModelFamily:
     has_output_gate: bool = False  # queries come with a gate of what they attend to
     read_further: Callable[[ConfigFile], tuple[Further, ...]] | None = None  # None: it has no pool beside that of KV
     mtp_layer_reader: str | None = None  # as `reader`, for a prediction layer; None: as Llama's
+    predicts_in_window: bool = False  # prediction layers are dense, and else as the layers with a window
     own_mtp: tuple[str, ...] = ("model.layers.", "model.mtp_layers.")  # prediction layers in its checkpoints begin so
 
     @property

@@ -2,7 +2,7 @@
 embeddings are others.
 
 In Gemma 4, layers with a window also have other heads than those without one, the last layers share KV, and each layer
-gets numbers of its own for each token."""
+gets numbers of its own for each token, and may have experts beside its dense feed-forward layer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from ..attention.context import AttentionContext, HeadNorms
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Weights
 from ..layers.decoder import DecoderLayer, Residual
-from ..layers.per_layer_decoder import LayerInput, LayerNorms, PerLayerDecoder, SharingAttention
+from ..layers.moe import ExpertRouter
+from ..layers.per_layer_decoder import ExpertsBeside, LayerInput, LayerNorms, PerLayerDecoder, SharingAttention
 from ..layers.sandwich_decoder import GeluMlp, SandwichBody
 from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, Split
+from ..products.experts import choose_experts_product
 from ..products.linear import Linear
 from .decoder import DecoderModel, DecoderStack, Embedding, LmHead, TargetStates
 from .llama import norm_weight, read_attention, read_ends, read_norm
+from .mixtures import stacked_sources
 
 _NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
 
@@ -153,7 +156,27 @@ def _read_layer(
         )
     attention = _read_attention(config, weights, index, [layer.attention for layer in before] if is_shared else None)
     mlp = _read_mlp(config, weights, f"{prefix}.mlp", inner_size)
-    return PerLayerDecoder(norms, attention, mlp, layer_input, weights.tensor(f"{prefix}.layer_scalar", 1))
+    scale, experts = weights.tensor(f"{prefix}.layer_scalar", 1), _read_experts(config, weights, prefix)
+    return PerLayerDecoder(norms, attention, mlp, layer_input, scale, experts)
+
+
+def _read_experts(config: ModelConfig, weights: Weights, prefix: str) -> ExpertsBeside | None:
+    experts, size = config.experts, config.hidden_size
+    if experts is None:
+        return None
+    num, router = experts.num_experts, f"{prefix}.router"
+    scale = weights.tensor(f"{router}.scale", size, dtype=torch.float32) * size**-0.5
+    names = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    dense_norm, in_norm, out_norm = (norm_weight(config, weights, f"{prefix}.{name}", size) for name in names)
+    return ExpertsBeside(
+        ExpertRouter(weights.tensor(f"{router}.proj.weight", num, size, dtype=torch.float32) * scale, None, experts),
+        weights.tensor(f"{router}.per_expert_scale", num, dtype=torch.float32),
+        choose_experts_product(stacked_sources(config, weights, f"{prefix}.experts")._replace(is_geglu=True)),
+        dense_norm,
+        in_norm,
+        out_norm,
+        weights.ranks.sum_of(INNER_IN),
+    )
 
 
 def _read_attention(

@@ -10,12 +10,15 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.stacked_weights import StackedWeight
 from ..checkpoint.weights import Weights
 from ..layers.attention import Attention, NarrowAttention
+from ..layers.decoder import DecoderBody, DecoderLayer
 from ..layers.moe import ExpertRouter, MoeMlp
 from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, heads_out
 from ..products.experts import ExpertSources, choose_experts_product
 from .decoder import DecoderModel
-from .llama import head_order, read_layer, read_model, read_sinks
+from .llama import head_order, norm_weight, read_layer, read_mlp, read_model, read_sinks
 from .mixtures import read_mixture
+
+_MTP_NORMS = ("input", "pre_mlp")
 
 
 def read_gpt_oss(config: ModelConfig, weights: Weights) -> DecoderModel:
@@ -65,12 +68,24 @@ def read_mimo(config: ModelConfig, weights: Weights) -> DecoderModel:
     return read_model(config, weights, layers)
 
 
+def read_mimo_mtp_layer(config: ModelConfig, weights: Weights, prefix: str, index: int) -> DecoderLayer:
+    """Read a prediction layer."""
+    norms = [norm_weight(config, weights, f"{prefix}.{name}_layernorm", config.hidden_size) for name in _MTP_NORMS]
+    attention = _read_attention(config, weights, f"{prefix}.self_attn", index)
+    mlp = read_mlp(config, weights, f"{prefix}.mlp", config.intermediate_size)
+    return DecoderLayer(norms[0], DecoderBody(attention, norms[1], mlp))
+
+
 def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: int) -> NarrowAttention:
     window = config.sliding_window[index]
-    kind = config.by_window()[window is not None]
+    kind = config if config.window is None else config.by_window()[window is not None]
     value_dim = kind.value_dim or kind.head_dim
     sizes = {f"{prefix}.q_proj": kind.q_size, f"{prefix}.k_proj": kind.kv_size}
-    orders = {name: head_order(kind, size) for name, size in sizes.items()} if kind.rotary_dim else {}
+    own, order, orders = weights.own(kind), None, {}
+    if kind.has_cut_heads:
+        order = head_order(kind, own.q_size + own.kv_size).to(weights.device)
+    elif kind.rotary_dim:
+        orders = {name: head_order(kind, size) for name, size in sizes.items()}
     sizes[f"{prefix}.v_proj"] = kind.num_kv_heads * value_dim
     split = heads_out(kind.num_heads, kind.num_kv_heads)
     attention = Attention(
@@ -89,4 +104,4 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
         if window is None
         else read_sinks(config, weights, f"{prefix}.attention_sink_bias", weights.ranks.shard(split)),
     )
-    return NarrowAttention(attention, kind.head_dim, value_dim, weights.own(kind).num_kv_heads, config.value_scale)
+    return NarrowAttention(attention, kind.head_dim, value_dim, own.num_kv_heads, config.value_scale, order)

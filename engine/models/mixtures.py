@@ -57,18 +57,25 @@ def _sources(config: ModelConfig, weights: Weights, prefix: str, names: MixtureN
     assert experts is not None, config
     num, inner_size = experts.num_experts, experts.inner_size
     if experts.is_stacked:
-        gate_up, down = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
-        return ExpertSources(
-            StackedWeight(weights, gate_up, num, 2, inner_size, size, INNER_OUT, has_rows_first=True),
-            StackedWeight(weights, down, num, 1, size, inner_size, INNER_IN, has_rows_first=True),
-            num,
-        )
+        return stacked_sources(config, weights, prefix)
     each = [f"{prefix}.{expert}" for expert in range(num)]
     gate_up = {f"{expert}.{name}": inner_size for expert in each for name in (names.gate, names.up)}
     down = {f"{expert}.{names.down}": size for expert in each}
     return ExpertSources(
         weights.source(gate_up, size, bias=False, split=INNER_OUT),
         weights.source(down, inner_size, bias=False, split=INNER_IN),
+        num,
+    )
+
+
+def stacked_sources(config: ModelConfig, weights: Weights, prefix: str) -> ExpertSources:
+    """Return the weights of all experts, which are in two tensors."""
+    experts, size = config.experts, config.hidden_size
+    assert experts is not None, config
+    num, inner_size, gate_up, down = experts.num_experts, experts.inner_size, "gate_up_proj", "down_proj"
+    return ExpertSources(
+        StackedWeight(weights, f"{prefix}.{gate_up}", num, 2, inner_size, size, INNER_OUT, has_rows_first=True),
+        StackedWeight(weights, f"{prefix}.{down}", num, 1, size, inner_size, INNER_IN, has_rows_first=True),
         num,
     )
 

@@ -45,6 +45,10 @@ class MtpLayout(NamedTuple):
     hands_over_normed: bool = False  # the recurrent state is that after the last norm; else before it
     skips_first: bool = False  # there is no embedding at position 0
 
+    def num_found(self, source: HeadTensors, prefix: str) -> int:
+        """Return how many of the tensors that this layout names a layer has."""
+        return sum(source.has(f"{prefix}.{name}.weight") for name in self[:4])
+
 
 LAYOUTS = (
     MtpLayout("enorm", "hnorm", "eh_proj", "shared_head.norm"),
@@ -57,6 +61,7 @@ LAYOUTS = (
         hands_over_normed=True,
         skips_first=True,
     ),
+    MtpLayout("enorm", "hnorm", "eh_proj", "final_layernorm", hands_over_normed=True),  # MiMo-V2
     MtpLayout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", ".layers.0", hands_over_normed=True),
 )
 
@@ -97,7 +102,8 @@ class MtpHead:
 
 def takes_chained_states(file: HeadFile) -> bool:
     """Return whether each of several layers takes the state of the one before it; otherwise all take the target's."""
-    return bool(file.settings.get("mtp_chained", "mtp_layers" not in layer_prefixes(file.names)[0]))
+    is_mimo = any(each in layer_prefixes(file.names)[0] for each in ("mtp_layers", "mtp.layers"))
+    return bool(file.settings.get("mtp_chained", not is_mimo))
 
 
 def load_mtp(
@@ -134,7 +140,7 @@ def load_layers(
 def _load_layer(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
-    layout = next((each for each in LAYOUTS if source.has(f"{prefix}.{each.projection}.weight")), LAYOUTS[0])
+    layout = max(LAYOUTS, key=lambda each: each.num_found(source, prefix))
     decoder = prefix + layout.decoder
     size, read = config.hidden_size, FAMILIES[config.architecture].read_mtp_layer or read_layer
     return MtpHead(

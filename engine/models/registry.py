@@ -44,6 +44,7 @@ def load_model(
     if load_format == FILES:
         checkpoint = Checkpoint(Path(model_dir))
         specs = tensor_specs(config, checkpoint.names)
+        _check_tied(checkpoint, config)
     else:
         specs = tensor_specs(config, EveryName())
         checkpoint = MadeCheckpoint(Path(model_dir), specs, maker(load_format, config, torch.device(device)))
@@ -80,6 +81,18 @@ def _family(config: ModelConfig) -> ModelFamily:
     if family is None:
         raise ModelError(f"{config.architecture} is not served; Baton serves {', '.join(FAMILIES)}")
     return family
+
+
+def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raise ModelError if a head that is stored beside a tied embedding differs from it."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    if config.tie_word_embeddings and checkpoint.names.issuperset(names):
+        head, embedding = map(checkpoint.read, names)
+        if not torch.equal(head, embedding):
+            raise ModelError(
+                f"{checkpoint.model_dir}: lm_head.weight differs from the embedding, but tie_word_embeddings is true; "
+                "set it to false in config.json"
+            )
 
 
 def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[TensorSpec]) -> None:

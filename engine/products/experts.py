@@ -4,7 +4,7 @@ down of every expert in another.
     gate_up    rows of expert 0's gate, expert 0's up, expert 1's gate, ...    [num_experts * 2 * inner_size, size]
     down       rows of expert 0, expert 1, ...                                 [num_experts * size, inner_size]
 
-Either may have biases. The gate is a SwiGLU, which may be clamped.
+Either may have biases. The gate is a SwiGLU, which may be clamped, or a GEGLU.
 
 The formats of weights are those of other products (registry.py), and stand in the same files.
 """
@@ -31,7 +31,7 @@ from ...kernels.formats import SwigluClamp
 from ...kernels.operations import captures
 from ...kernels.products.fp8 import RoundedRows, add_rms_norm_round_
 from ...kernels.products.norm import Norm, add_rms_norm_
-from ...kernels.products.silu import clamped_silu_mul
+from ...kernels.products.silu import clamped_silu_mul, gelu_mul
 from .base import GivenWeight, Product, Rows, WeightSource
 from .fp8 import RowRounding
 from .registry import choose, read_experts
@@ -44,7 +44,8 @@ class ExpertSources(NamedTuple):
     gate_up: WeightSource
     down: WeightSource
     num_experts: int
-    clamp: SwigluClamp | None = None  # of the gate; None: it is a plain SwiGLU
+    clamp: SwigluClamp | None = None  # of the gate; None: it is plain
+    is_geglu: bool = False  # the gate has GELU in place of SiLU
 
 
 class Experts(ABC):
@@ -82,6 +83,7 @@ class TorchExperts(Experts):
     down: tuple[Product, ...]  # inner_size -> size
     roundings: tuple[RowRounding, RowRounding] | None = None  # of the rows of both; None: they are not rounded
     clamp: SwigluClamp | None = None
+    is_geglu: bool = False
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
@@ -96,7 +98,8 @@ class TorchExperts(Experts):
             products.append(tuple(choose(GivenWeight(*own)) for own in each))
             if rounding is not None:
                 roundings.append(rounding)
-        return cls(products[0], products[1], (roundings[0], roundings[1]) if roundings else None, sources.clamp)
+        of_both = (roundings[0], roundings[1]) if roundings else None
+        return cls(products[0], products[1], of_both, sources.clamp, sources.is_geglu)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
         out = torch.zeros_like(x, dtype=torch.float32)
@@ -110,7 +113,10 @@ class TorchExperts(Experts):
     def _expert(self, index: int, x: Tensor) -> Tensor:
         of_x, of_inner = self.roundings or (None, None)
         gate_up, rows = self.gate_up[index], x if of_x is None else of_x.numbers(x)
-        inner = gate_up.gated(rows) if self.clamp is None else clamped_silu_mul(gate_up(rows), self.clamp)
+        if self.is_geglu:
+            inner = gelu_mul(gate_up(rows))
+        else:
+            inner = gate_up.gated(rows) if self.clamp is None else clamped_silu_mul(gate_up(rows), self.clamp)
         return self.down[index](inner if of_inner is None else of_inner.numbers(inner.to(x.dtype)))
 
 
@@ -124,12 +130,14 @@ class GroupedExperts(Experts):
     dtype: torch.dtype  # of the products
     roundings: tuple[RowRounding, RowRounding] | None = None
     clamp: SwigluClamp | None = None
+    is_geglu: bool = False
 
     @classmethod
     def build(cls, sources: ExpertSources) -> Self | None:
         (gate_up, of_x), (down, of_inner) = read_experts(sources.gate_up), read_experts(sources.down)
         roundings = None if of_x is None or of_inner is None else (of_x, of_inner)
-        return cls(gate_up, down, sources.num_experts, sources.gate_up.dtype, roundings, sources.clamp)
+        dtype = sources.gate_up.dtype
+        return cls(gate_up, down, sources.num_experts, dtype, roundings, sources.clamp, sources.is_geglu)
 
     def normed(self, hidden: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Rows]:
         rounding = None if self.roundings is None else self.roundings[0]
@@ -142,11 +150,14 @@ class GroupedExperts(Experts):
     def __call__(self, x: Rows, chosen: Tensor, shares: Tensor, others: Tensor | None = None) -> Tensor:
         gate_up, down, num_experts, dtype = self.gate_up, self.down, self.num_experts, self.dtype
         values, scales = x if isinstance(x, RoundedRows) else self._rounded(0, x)
-        if len(chosen) == 1:
+        if len(chosen) == 1 and not self.is_geglu:
             inner = gated_experts_of_row(values, scales, gate_up, chosen, num_experts, dtype, self.clamp)
             return experts_of_row(*self._rounded(1, inner), down, chosen, num_experts, shares, dtype, others)
         places = place_experts(chosen, num_experts, is_packed=gate_up.is_packed)
-        inner = gated_experts_linear(values, scales, gate_up, places, dtype, self.clamp)
+        if self.is_geglu:
+            inner = gelu_mul(experts_linear(values, scales, gate_up, places, dtype))
+        else:
+            inner = gated_experts_linear(values, scales, gate_up, places, dtype, self.clamp)
         return mix_parts(experts_linear(*self._rounded(1, inner), down, places, dtype), shares, others)
 
     def _rounded(self, index: int, x: Tensor) -> RoundedRows:

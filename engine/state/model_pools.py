@@ -35,9 +35,11 @@ class ModelPools(NamedTuple):
 
     @property
     def by_window(self) -> tuple[ModelPools, ModelPools]:
-        """The pools of KV of layers that see all positions, and of those with a window: one, or the same twice."""
+        """The pools of layers that see all positions, and of those with a window. Pools beside that of KV serve
+        both, and so does that of KV if heads are alike."""
         kv, values = self.further.get(WINDOW_POOL, self.kv), self.further.get(WINDOW_VALUES, self.values)
-        return ModelPools(self.kv, values=self.values), ModelPools(kv, values=values)
+        others = {name: pool for name, pool in self.further.items() if name not in (WINDOW_POOL, WINDOW_VALUES)}
+        return ModelPools(self.kv, others, self.values), ModelPools(kv, others, values)
 
     def layer(self, index: int) -> ModelPools:
         """Return the pools of one layer of a draft whose layers are models of their own. Each of them stores something

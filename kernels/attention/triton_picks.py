@@ -3,13 +3,11 @@
 `paged_index_scores` reads each tile of keys once for all tokens of a program, and multiplies it with one token's heads
 after the other. So a score has one order of summation, whatever else the forward holds.
 
-`paged_picks` finds the least key that is taken, eight bits at a time, and then writes the slots in order. A key is a
-score's bits in an order of whole numbers; 0: the slot is not to be taken. Programs share a row's slots, a run of them
-each, and pass their counts on from launch to launch. There are no atomic operations:
-
-    1. count the first digits of all keys: [num_splits, 256] per row
-    2. three times: find the digit at which enough keys are counted; count the next digits of the keys that share it
-    3. find the last digit, and with it the threshold; each program knows how many slots the ones before it take
+`paged_picks` is a tournament: each program keeps the best of a run of slots, some more than are wanted, and further
+launches keep the best of those, until one program per row is left. A program holds its run in registers. It looks for a
+score that as many scores exceed as it may keep, between two bounds: it counts the scores above a point between them,
+and the point becomes a bound. Only the last program needs the exact number. What is kept stays in the order of slots.
+There are no atomic operations.
 
 The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold all launches.
 """
@@ -18,6 +16,8 @@ The host reads no tensor's value, and grids depend on shapes alone. So a CUDA gr
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,11 +28,23 @@ from .picks import PagedSight, PickedRows
 from .triton_attention import load_pages, num_sms, padded
 from .triton_extend import tile_at
 
-_TOKENS = 16  # of a program that has a part of a prompt; in a round it has those of a sequence
+
+class _Tiles(NamedTuple):
+    """How the scores of a forward are divided among programs. A score has the same bits with all of them."""
+
+    num_tokens: int  # of a program
+    num_keys: int  # of a tile
+    num_stages: int
+    num_programs: int  # per multiprocessor
+
+
+_FEW = 8  # tokens per sequence: programs have one each, and keys that they share come from the L2 cache
+_ROUND = _Tiles(1, 64, 5, 3)
+_PROMPT = _Tiles(16, 128, 3, 2)
 _SEQS = 32  # sequences that `tile_at` looks at in one step
-_BLOCK = 1024  # slots that a program of `paged_picks` looks at in one step
-_MAX_SPLITS = 64
-_LEVELS = 4  # digits of a key
+_WARPS = 16  # of a program of `paged_picks`
+_RUN = 32768  # slots that a program of `paged_picks` takes the best of
+_LEAST: tl.constexpr = tl.constexpr(-(2**31))  # the key of a slot that is not to be taken
 
 
 def paged_index_scores(
@@ -55,16 +67,16 @@ def paged_index_scores(
     assert plan.block_table.stride(1) == 1 and plan.seq_lens.is_contiguous(), plan.block_table.stride()
     num_slots = plan.block_table.shape[1] * page_size
     out = torch.empty((len(tokens), num_slots), dtype=torch.float32, device=q.device)
-    of_tile = _TOKENS if plan.query_len is None else min(_TOKENS, triton.next_power_of_2(plan.query_len))
+    tiles = _ROUND if plan.query_len is not None and plan.query_len <= _FEW else _PROMPT
+    of_tile, block_n = tiles.num_tokens, 32 if q.dtype == torch.float32 else tiles.num_keys
     if plan.starts is None:
         assert plan.query_len is not None, plan
         tiles_per_seq = triton.cdiv(plan.query_len, of_tile)
         num_tiles = num_seqs * tiles_per_seq
     else:
         tiles_per_seq, num_tiles = 0, num_tokens // of_tile + num_seqs
-    block_n = 32 if q.dtype == torch.float32 else 128
     most_parts = triton.cdiv(num_slots, block_n)
-    num_parts = max(1, min(most_parts, triton.cdiv(4 * num_sms(q.device), num_tiles)))
+    num_parts = max(1, min(most_parts, tiles.num_programs * num_sms(q.device) // num_tiles))
     visible = plan.visible
     _scores_kernel[(num_tiles, num_parts)](
         out, q, weights, keys, plan.block_table, sight.ends, plan.starts, plan.tree_starts, visible,
@@ -72,7 +84,7 @@ def paged_index_scores(
         0 if visible is None else visible.shape[1],
         IS_TREE=visible is not None, HEADS=num_heads, BLOCK_H=max(16, triton.next_power_of_2(num_heads)),
         HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), PAGE_SIZE=page_size, TOKENS=of_tile, BLOCK_N=block_n, SEQS=_SEQS,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
 
@@ -125,30 +137,57 @@ def _scores_kernel(
         tree_start = 0
         if IS_TREE:
             tree_start = tl.load(tree_starts_ptr + seq).to(tl.int32)
-        heads, dims, columns = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        dims, columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+        if TOKENS == 1:
+            q, weights = _queries(q_ptr, weights_ptr, begin, HEADS, BLOCK_H, HEAD_DIM, BLOCK_D)
         for low in range(tl.program_id(1) * BLOCK_N, end, tl.num_programs(1) * BLOCK_N):
             slots = low + columns
             pages = load_pages(table_ptr, low, end, PAGE_SIZE, BLOCK_N)
             k_rows = pages.to(tl.int64) * PAGE_SIZE + slots % PAGE_SIZE
             is_key = (slots < end)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(keys_ptr + k_rows[:, None] * HEAD_DIM + dims[None, :], mask=is_key, other=0.0)
-            for token in range(begin, stop):
-                is_q = (heads < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-                q_ptrs = q_ptr + token * (HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
-                q = tl.load(q_ptrs, mask=is_q, other=0.0)
-                weights = tl.load(weights_ptr + token * HEADS + heads, mask=heads < HEADS, other=0.0)
-                products = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_N, BLOCK_H]
-                scores = tl.sum(tl.maximum(products, 0.0) * weights[None, :], 1)
-                is_seen = slots < tl.load(ends_ptr + token)
-                if IS_TREE:
-                    ahead = tl.maximum(slots - tree_start, 0)
-                    is_word = (slots >= tree_start) & (ahead < 64 * num_words)
-                    words = tl.load(visible_ptr + token * num_words + ahead // 64, mask=is_word, other=0)
-                    is_visible = ((words >> (ahead % 64).to(tl.int64)) & 1) != 0
-                    is_seen &= (slots < tree_start) | is_visible
-                scores = tl.where(is_seen, scores, float("-inf"))
-                out_ptrs = out_ptr + (token - first_token) * num_slots + slots
-                tl.store(out_ptrs, scores, mask=slots < num_slots)
+            if TOKENS == 1:  # no loop inside: the keys of the next tiles are loaded early
+                is_seen = _is_seen(begin, slots, ends_ptr, tree_start, visible_ptr, num_words, IS_TREE)
+                scores = tl.where(is_seen, _scores(k, q, weights), float("-inf"))
+                tl.store(out_ptr + (begin - first_token) * num_slots + slots, scores, mask=slots < num_slots)
+            else:
+                for token in range(begin, stop):
+                    q, weights = _queries(q_ptr, weights_ptr, token, HEADS, BLOCK_H, HEAD_DIM, BLOCK_D)
+                    is_seen = _is_seen(token, slots, ends_ptr, tree_start, visible_ptr, num_words, IS_TREE)
+                    scores = tl.where(is_seen, _scores(k, q, weights), float("-inf"))
+                    tl.store(out_ptr + (token - first_token) * num_slots + slots, scores, mask=slots < num_slots)
+
+
+@triton.jit
+def _queries(
+    q_ptr, weights_ptr, token, HEADS: tl.constexpr, BLOCK_H: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Return the queries of a token, [BLOCK_D, BLOCK_H], and the weights of its heads, [BLOCK_H]."""
+    heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    is_q = (heads < HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_ptrs = q_ptr + token * (HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptrs, mask=is_q, other=0.0)
+    return tl.trans(q), tl.load(weights_ptr + token * HEADS + heads, mask=heads < HEADS, other=0.0)
+
+
+@triton.jit
+def _scores(k, q, weights):
+    """Return the scores of keys `k` [BLOCK_N, BLOCK_D], [BLOCK_N] float32."""
+    products = tl.dot(k, q, input_precision="ieee")  # [BLOCK_N, BLOCK_H]
+    return tl.sum(tl.maximum(products, 0.0) * weights[None, :], 1)
+
+
+@triton.jit
+def _is_seen(token, slots, ends_ptr, tree_start, visible_ptr, num_words, IS_TREE: tl.constexpr):
+    """Return whether a token sees each of `slots`."""
+    is_seen = slots < tl.load(ends_ptr + token)
+    if IS_TREE:
+        ahead = tl.maximum(slots - tree_start, 0)
+        is_word = (slots >= tree_start) & (ahead < 64 * num_words)
+        words = tl.load(visible_ptr + token * num_words + ahead // 64, mask=is_word, other=0)
+        is_visible = ((words >> (ahead % 64).to(tl.int64)) & 1) != 0
+        is_seen &= (slots < tree_start) | is_visible
+    return is_seen
 
 
 def paged_picks(
@@ -163,155 +202,104 @@ def paged_picks(
     """Write the rows of `pick` of `tokens`, whose scores [len(tokens), num_slots] float32 `paged_index_scores`
     returned, to their places in `out`."""
     num, num_slots = scores.shape
-    assert num == len(tokens) and out.rows.shape[1] == min(num_picks, num_slots), (scores.shape, out.rows.shape)
+    num_picks = out.rows.shape[1]
+    assert num == len(tokens), (scores.shape, out.rows.shape)
     assert scores.is_contiguous() and out.rows.is_contiguous() and out.rows.dtype == out.counts.dtype == torch.int64
-    wanted = max(1, 2 * num_sms(scores.device) // num)
-    num_splits = min(
-        _MAX_SPLITS, triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(num_slots, _BLOCK))
-    )
-    digits = torch.empty((_LEVELS, num, num_splits, 256), dtype=torch.int32, device=scores.device)
-    above = torch.empty((_LEVELS, num, num_splits), dtype=torch.int32, device=scores.device)
-    state = torch.empty((_LEVELS, 2, num), dtype=torch.int64, device=scores.device)
     ends, seqs = sight.ends[tokens.start : tokens.stop], sight.seqs[tokens.start : tokens.stop]
-    for level in range(_LEVELS):
-        _digits_kernel[(num, num_splits)](
-            digits, above, state, scores, ends, num, num_slots, min(num_picks, num_slots), LEVEL=level,
-            SPLITS=num_splits, BLOCK=_BLOCK, num_warps=4,
+    most = 2 * num_picks  # that a program keeps which is not the last
+    run = max(_RUN, 2 * triton.next_power_of_2(most))
+    assert run <= 1 << 15, f"{num_picks} picks are too many"  # engine/checkpoint refuses such models
+    left, length, slots = scores, num_slots, None
+    while length > run:
+        num_runs = triton.cdiv(length, run)
+        best = torch.empty((2, num, num_runs * most), dtype=torch.int32, device=scores.device)
+        _best_kernel[(num, num_runs)](
+            best[0], best[1], None, None, left, slots, ends, seqs, plan.block_table, length, num_picks, most,
+            plan.block_table.stride(0), PAGE_SIZE=page_size, RUN=run, num_warps=_WARPS,
         )  # fmt: skip
-    _rows_kernel[(num, num_splits)](
-        out.rows[tokens.start :], out.counts[tokens.start :], digits, above, state, scores, ends, seqs,
-        plan.block_table, num, num_slots, out.rows.shape[1], plan.block_table.stride(0),
-        PAGE_SIZE=page_size, LEVEL=_LEVELS, SPLITS=num_splits, BLOCK=_BLOCK, num_warps=4,
+        (left, slots), length = best, num_runs * most
+    _best_kernel[(num, 1)](
+        None, None, out.rows[tokens.start :], out.counts[tokens.start :], left, slots, ends, seqs, plan.block_table,
+        length, num_picks, num_picks, plan.block_table.stride(0), PAGE_SIZE=page_size,
+        RUN=triton.next_power_of_2(length), num_warps=_WARPS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("num_rows", "num_slots", "num_picks"))
-def _digits_kernel(
-    digits_ptr,  # [4, num_rows, SPLITS, 256] int32, those of LEVEL are written
-    above_ptr,  # [4, num_rows, SPLITS] int32, as of `_descend`
-    state_ptr,  # [4, 2, num_rows] int64, as of `_descend`
-    scores_ptr,  # [num_rows, num_slots] float32
-    ends_ptr,  # [num_rows] int32
-    num_rows,
-    num_slots,
-    num_picks,
-    LEVEL: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid: (num_rows, SPLITS). Count the digits LEVEL of the keys in a program's run of slots, of those keys whose
-    digits before are those of the threshold."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    prefix, _, _, _ = _descend(digits_ptr, above_ptr, state_ptr, row, split, num_rows, num_picks, LEVEL, SPLITS)
-    first, stop = _run(ends_ptr, row, split, SPLITS, BLOCK)
-    counts = tl.zeros([256], tl.int32)
-    scores_ptr += row.to(tl.int64) * num_slots
-    for low in range(first, stop, BLOCK):
-        keys = _keys(scores_ptr, low + tl.arange(0, BLOCK), stop)
-        is_counted = keys != 0
-        if LEVEL > 0:
-            is_counted &= (keys >> (32 - 8 * LEVEL)).to(tl.int64) == prefix
-        digits = ((keys >> (24 - 8 * LEVEL)) & 255).to(tl.int32)
-        counts += tl.histogram(digits, 256, mask=is_counted)
-    place = ((LEVEL * num_rows + row) * SPLITS + split).to(tl.int64) * 256
-    tl.store(digits_ptr + place + tl.arange(0, 256), counts)
-
-
-@triton.jit(do_not_specialize=("num_rows", "num_slots", "num_picks", "table_stride"))
-def _rows_kernel(
-    rows_ptr,  # [num_rows, num_picks] int64, written
+@triton.jit(do_not_specialize=("length", "num_picks", "most", "table_stride"))
+def _best_kernel(
+    keys_ptr,  # [num_rows, num_programs(1), most] int32, written; None: rows are
+    places_ptr,  # [num_rows, num_programs(1), most] int32, the slots of the keys, written
+    rows_ptr,  # [num_rows, num_picks] int64, written; one program per row
     counts_ptr,  # [num_rows] int64, written
-    digits_ptr,  # [4, num_rows, SPLITS, 256] int32
-    above_ptr,  # [4, num_rows, SPLITS] int32
-    state_ptr,  # [4, 2, num_rows] int64
-    scores_ptr,  # [num_rows, num_slots] float32
+    from_ptr,  # [num_rows, length] float32, scores; or int32, keys of `slots_ptr`
+    slots_ptr,  # [num_rows, length] int32, in ascending order; None: all slots
     ends_ptr,  # [num_rows] int32
     seqs_ptr,  # [num_rows] int32
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
-    num_rows,
-    num_slots,
+    length,
     num_picks,
+    most,
     table_stride,
     PAGE_SIZE: tl.constexpr,
-    LEVEL: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
 ):
-    """Grid: (num_rows, SPLITS). Write the rows of the slots that are taken of a program's run, in order, behind those
-    of the runs before it."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    threshold, needed, above, level = _descend(
-        digits_ptr, above_ptr, state_ptr, row, split, num_rows, num_picks, LEVEL, SPLITS
-    )
-    is_before = tl.arange(0, SPLITS) < split
-    num_level = tl.sum(tl.where(is_before, level, 0), 0)  # of keys at the threshold that lie before
-    num_taken = tl.sum(tl.where(is_before, above, 0), 0) + tl.minimum(num_level, needed)
-    if split == 0:
-        tl.store(counts_ptr + row, (tl.sum(above, 0) + tl.minimum(tl.sum(level, 0), needed)).to(tl.int64))
-    first, stop = _run(ends_ptr, row, split, SPLITS, BLOCK)
-    table_ptr += tl.load(seqs_ptr + row).to(tl.int64) * table_stride
-    scores_ptr += row.to(tl.int64) * num_slots
-    rows_ptr += row.to(tl.int64) * num_picks
-    for low in range(first, stop, BLOCK):
-        slots = low + tl.arange(0, BLOCK)
-        keys = _keys(scores_ptr, slots, stop).to(tl.int64)
-        is_level = (keys == threshold) & (keys != 0)
-        rank = num_level + tl.cumsum(is_level.to(tl.int32), 0)
-        is_taken = (keys > threshold) | (is_level & (rank <= needed))
-        places = num_taken + tl.cumsum(is_taken.to(tl.int32), 0) - 1
+    """Grid: (num_rows, num_runs). Keep the best of RUN slots of a row, at least `num_picks` and at most `most` of them,
+    of equal ones the lowest slots."""
+    row, run = tl.program_id(0), tl.program_id(1)
+    places = run * RUN + tl.arange(0, RUN)
+    from_ptr += row.to(tl.int64) * length
+    if slots_ptr is None:
+        slots = places
+        keys = _keys(from_ptr, places, tl.load(ends_ptr + row))
+    else:
+        slots = tl.load(slots_ptr + row.to(tl.int64) * length + places, mask=places < length, other=0)
+        keys = tl.load(from_ptr + places, mask=places < length, other=_LEAST)
+    threshold = _threshold(keys, num_picks, most)
+    is_above, is_level = keys > threshold, (keys == threshold) & (keys != _LEAST)
+    needed = most - tl.sum(is_above.to(tl.int32), 0)
+    both = tl.cumsum(is_above.to(tl.int32) | (is_level.to(tl.int32) << 16), 0)  # RUN is at most 2^15
+    num_above, num_level = both & 65535, (both >> 16) & 65535
+    is_taken = is_above | (is_level & (num_level <= needed))
+    order = num_above + tl.minimum(num_level, needed) - 1
+    num_taken = tl.sum(is_taken.to(tl.int32), 0)
+    if keys_ptr is None:
+        tl.store(counts_ptr + row, num_taken.to(tl.int64))
+        table_ptr += tl.load(seqs_ptr + row).to(tl.int64) * table_stride
         pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=is_taken, other=0)
-        tl.store(rows_ptr + places, pages * PAGE_SIZE + slots % PAGE_SIZE, mask=is_taken)
-        num_level += tl.sum(is_level.to(tl.int32), 0)
-        num_taken += tl.sum(is_taken.to(tl.int32), 0)
+        rows_ptr += row.to(tl.int64) * num_picks
+        tl.store(rows_ptr + order, pages * PAGE_SIZE + slots % PAGE_SIZE, mask=is_taken)
+    else:
+        first = (row.to(tl.int64) * tl.num_programs(1) + run) * most
+        tl.store(keys_ptr + first + order, keys, mask=is_taken)
+        tl.store(places_ptr + first + order, slots, mask=is_taken)
+        behind = tl.arange(0, RUN)
+        tl.store(keys_ptr + first + behind, _LEAST, mask=(behind >= num_taken) & (behind < most))
 
 
 @triton.jit
-def _descend(
-    digits_ptr, above_ptr, state_ptr, row, split, num_rows, num_picks, LEVEL: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Return the first LEVEL digits of the threshold, int64; how many keys that begin with them are still needed; and
-    for LEVEL 4 how many keys of each run lie above the threshold and at it, [SPLITS] int32 each.
-
-    All programs of a row find the same. They keep what later levels need: `above_ptr` how many keys of a run lie above
-    the digits so far, `state_ptr` the digits, and the keys that are still needed."""
-    splits, bins = tl.arange(0, SPLITS), tl.arange(0, 256)
-    prefix, needed = num_picks.to(tl.int64) * 0, num_picks.to(tl.int32)
-    of_run, level = tl.zeros([SPLITS], tl.int32), tl.zeros([SPLITS], tl.int32)
-    if LEVEL > 0:
-        if LEVEL > 1:
-            state = state_ptr + (LEVEL - 2) * 2 * num_rows + row
-            prefix, needed = tl.load(state), tl.load(state + num_rows).to(tl.int32)
-            of_run = tl.load(above_ptr + ((LEVEL - 2) * num_rows + row) * SPLITS + splits)
-        place = ((LEVEL - 1) * num_rows + row).to(tl.int64) * SPLITS * 256
-        counts = tl.load(digits_ptr + place + splits[:, None] * 256 + bins[None, :])
-        totals = tl.sum(counts, 0)
-        higher = tl.sum(totals, 0) - tl.cumsum(totals, 0)  # keys of a higher digit
-        digit = tl.minimum(tl.sum((higher >= needed).to(tl.int32), 0), 255)
-        prefix = prefix * 256 + digit
-        needed -= tl.sum(tl.where(bins == digit, higher, 0), 0)
-        of_run += tl.sum(tl.where((bins > digit)[None, :], counts, 0), 1)
-        level = tl.sum(tl.where((bins == digit)[None, :], counts, 0), 1)
-        if LEVEL < 4:  # noqa: SIM102
-            if split == 0:
-                state = state_ptr + (LEVEL - 1) * 2 * num_rows + row
-                tl.store(state, prefix)
-                tl.store(state + num_rows, needed.to(tl.int64))
-                tl.store(above_ptr + ((LEVEL - 1) * num_rows + row) * SPLITS + splits, of_run)
-    return prefix, needed, of_run, level
+def _threshold(keys, num_picks, most):
+    """Return a key that at least `num_picks` keys reach, and if possible at most `most`. It is the least one if there
+    are no more keys."""
+    is_key = keys != _LEAST
+    num_low, num_high = tl.sum(is_key.to(tl.int32), 0), 0
+    low = tl.min(tl.where(is_key, keys, 2147483647), 0).to(tl.int64)  # `num_low` keys reach it
+    high = tl.max(keys, 0).to(tl.int64) + 1  # `num_high` keys reach it, too few
+    step = 0
+    while (num_low > most) & (high - low > 1):
+        share = tl.where(step % 2 == 0, (num_low - (num_picks + most) // 2) / (num_low - num_high), 0.5)
+        middle = tl.minimum(tl.maximum(low + ((high - low).to(tl.float32) * share).to(tl.int64), low + 1), high - 1)
+        num = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+        is_low = num >= num_picks
+        low, num_low = tl.where(is_low, middle, low), tl.where(is_low, num, num_low)
+        high, num_high = tl.where(is_low, high, middle), tl.where(is_low, num_high, num)
+        step += 1
+    return low.to(tl.int32)
 
 
 @triton.jit
-def _run(ends_ptr, row, split, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the first slot of a program's run of a row, and the one behind its last."""
-    end = tl.load(ends_ptr + row)
-    length = tl.cdiv(tl.cdiv(end, BLOCK), SPLITS) * BLOCK
-    return split * length, tl.minimum(end, (split + 1) * length)
-
-
-@triton.jit
-def _keys(scores_ptr, slots, stop):
-    """Return the keys of the scores of `slots`, uint32: 0 for a slot from `stop` on and for a score of -inf or NaN."""
-    scores = tl.load(scores_ptr + slots, mask=slots < stop, other=float("-inf"))
+def _keys(scores_ptr, slots, end):
+    """Return whole numbers in the order of the scores of `slots`, int32: _LEAST for a slot from `end` on and for a
+    score of -inf or NaN."""
+    scores = tl.load(scores_ptr + slots, mask=slots < end, other=float("-inf"))
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 is 0
-    ordered = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
-    return tl.where(scores > float("-inf"), ordered, 0).to(tl.uint32)
+    return tl.where(scores > float("-inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST)

@@ -1,4 +1,5 @@
-"""The gate of a SwiGLU feed-forward (arXiv:2002.05202): silu(gate) * up, silu(x) = x * sigmoid(x)."""
+"""The gates of feed-forward layers (arXiv:2002.05202). SwiGLU: silu(gate) * up, silu(x) = x * sigmoid(x). GEGLU:
+gelu(gate) * up."""
 
 from __future__ import annotations
 
@@ -21,6 +22,13 @@ def clamped_silu_mul(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
     return ((up + 1) * gate * torch.sigmoid(clamp.alpha * gate)).to(gate_up.dtype)
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up of `gate_up` [num_rows, 2 * size], gate first: a new tensor [num_rows, size]. GELU is
+    approximated by tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 silu_mul = Operation("silu_mul", silu_mul_ref)

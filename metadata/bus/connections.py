@@ -104,7 +104,8 @@ logger = logging.getLogger(__name__)
 
 PROBE_DELAYS_S = (0.002, 0.02, 0.05)
 _HANDSHAKE_LOG_S = 5.0  # a node with wrong keys tries again every second
-_HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # _AUTH: see curve.py
+_HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_REFUSED_KEY = zmq.PROTOCOL_ERROR_ZAP_INVALID_STATUS_CODE  # by curve.py, which has logged which key it was
 
 
 class Stranger(TcpConnection):
@@ -149,7 +150,8 @@ class Strangers:
 class PortWatch:
     """A thread that watches the connections of a bound socket. The owner closes it before the socket.
 
-    Strangers are looked at with a `porter`, and at a TCP port. The thread calls `on_event` with each of these `events`.
+    Strangers are looked at with a `porter`, and at a TCP port. The thread calls `on_event` with each of these `events`
+    and its value.
     """
 
     def __init__(
@@ -157,7 +159,7 @@ class PortWatch:
         socket: zmq.Socket[bytes],
         porter: Porter | None,
         events: int = 0,
-        on_event: Callable[[int], None] | None = None,
+        on_event: Callable[[int, int], None] | None = None,
     ) -> None:
         self._socket, self._lock = socket, threading.Lock()
         self._events, self._on_event = events, on_event
@@ -192,14 +194,14 @@ class PortWatch:
             while (event := recv_monitor_message(self._monitor))["event"] != zmq.EVENT_MONITOR_STOPPED:
                 self._take(event["event"], event["value"])
 
-    def _take(self, event: int, descriptor: int) -> None:
+    def _take(self, event: int, value: int) -> None:
         if self._strangers is not None and event == zmq.EVENT_ACCEPTED:
             with self._lock:
-                self._strangers.meet(descriptor)
+                self._strangers.meet(value)
         elif event == zmq.EVENT_DISCONNECTED:
-            self.know(descriptor)
+            self.know(value)
         if event & self._events and self._on_event is not None:
-            self._on_event(event)
+            self._on_event(event, value)
 
 
 class ConnectionMonitor:
@@ -232,14 +234,14 @@ class ConnectionMonitor:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _on_event(self, event: int) -> None:
+    def _on_event(self, event: int, value: int) -> None:
         """Handle an event, in the thread of the watch."""
         if event == zmq.EVENT_DISCONNECTED:
             if not self._is_told:
                 self._is_told = True
                 with suppress(RuntimeError):  # the loop is over
                     self._loop.call_soon_threadsafe(self._begin_to_probe)
-        elif self._failed_handshakes.is_due():
+        elif value != _REFUSED_KEY and self._failed_handshakes.is_due():
             logger.warning(
                 "hub: refused a peer at the handshake: it does not know the router's key, or is no node (%s)",
                 zmq.Event(event).name,

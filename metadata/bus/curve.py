@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
-_TRY_AGAIN = b"300"  # libzmq closes the connection silently, and the client retries; after "400" it never would
+# No status of RFC 27. After "300" libzmq closes the connection only if the answer was there when it first looked; else
+# it keeps it open for HANDSHAKE_MS. After "400" the client never tries again. After an answer that breaks the protocol
+# libzmq closes the connection at once, and the client tries again.
+_CLOSE = b"close"
 _REFUSAL_LOG_S = 5.0
 _refusals = Throttle(_REFUSAL_LOG_S)
 _lists: WeakValueDictionary[bytes, AllowList] = WeakValueDictionary()  # by ZAP domain
@@ -199,7 +202,7 @@ def _answer(request: list[bytes]) -> list[bytes]:
     is_ours = len(request) == 7 and request[0] == _ZAP_VERSION and request[5] == b"CURVE" and len(request[6]) == 32
     key = z85.encode(request[6]) if is_ours else b""
     if not (is_ours and _is_accepted(key, request[2], request[3])):
-        return [_ZAP_VERSION, request_id, _TRY_AGAIN, b"not an accepted key", b"", b""]
+        return [_ZAP_VERSION, request_id, _CLOSE, b"not an accepted key", b"", b""]
     return [_ZAP_VERSION, request_id, b"200", b"OK", key, b""]
 
 

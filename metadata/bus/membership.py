@@ -273,8 +273,8 @@ class Membership:
             notify("starting", f"no router has welcomed this node at {where}: {why}")
 
     def _why_unwelcome(self) -> str:
-        """Return why a router has not welcomed this node. A router with an allow-list does not answer a key that is not
-        in it, so such a handshake looks like a slow one."""
+        """Return why a router has not welcomed this node. A router of an earlier release does not always answer a key
+        that its allow-list lacks, so such a handshake looks like a slow one."""
         is_listed = self._keys is not None and self._keys.allow_list is not None
         return _why_unwelcome(self._link.outlook, self._key_advice(), is_listed=is_listed)
 

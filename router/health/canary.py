@@ -61,6 +61,9 @@ class Canary:
         self.prompt = prompt
         self.nodes = nodes
         self.answer: Answer = ()
+        self.is_late = (
+            False  # the last request has taken IDLE_TIMEOUT_S: it may still be answered, but nobody waits for it
+        )
         self._request: Request | None = None  # the last one
         self._cache_salt = secrets.token_hex(8)
 
@@ -98,6 +101,7 @@ class Canary:
         """Put the deadline of the last request off if one of the nodes is in a step. Call it several times per
         second."""
         request = self._request
+        self.is_late = request is not None and now - request.created_at > IDLE_TIMEOUT_S
         if request is not None and any(node is not None and node.busy_since is not None for node in self.nodes):
             request.deadline = min(now + IDLE_TIMEOUT_S, request.created_at + MAX_TIMEOUT_S)
 

@@ -93,9 +93,10 @@ class _Subject:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it has not answered yet, and takes canaries, none of which has failed."""
+        """Whether it has not answered yet, and takes canaries, none of which has failed or is late."""
         is_live = all(node is None or node.is_live for node in self.nodes)
-        return self.answer is None and self.failure is None and is_live
+        is_late = self.canary is not None and self.canary.is_late
+        return self.answer is None and self.failure is None and is_live and not is_late
 
     @property
     def name(self) -> str:
@@ -174,7 +175,7 @@ class _Vote:
         return self.judge(subject)
 
     def lack(self, subject: _Subject) -> bool:
-        """Take note that a canary got no answer. Return whether that makes a pair or node ready."""
+        """Take note that a canary got no answer, or none yet. Return whether that makes a pair or node ready."""
         if not subject.is_pair:
             self._votes = None  # nobody waits for its vote
         return self.judge(subject)
@@ -331,9 +332,12 @@ class PairHealth:
     def look(self, now: float) -> list[Effect]:
         """Start the canaries that are due, and tell nodes what is new. Call it several times per second."""
         effects: list[Effect] = []
-        for _, subject in self._runs.values():
+        for vote, subject in self._runs.values():
             assert subject.canary is not None, subject.name
+            was_late = subject.canary.is_late
             subject.canary.look(now)
+            if subject.canary.is_late and not was_late and vote.lack(subject):
+                effects.append(PairsReady(vote.group))
         for group in self._groups.values():
             if group.tokenizer is None:
                 continue

@@ -1,5 +1,5 @@
 """A model with a pool beside that of its KV, between two nodes. Its output depends on every row of that pool
-(support/checkpoints/remembering.py)."""
+(support/checkpoints/remembering.py). One of them has pools of KV by window, and of values, too."""
 
 from __future__ import annotations
 
@@ -20,20 +20,15 @@ from baton.engine.rounds import device_executor
 NUM_PAGES = 190
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _served() -> Iterator[None]:
-    with remembering.served():
-        yield
+@pytest.fixture(scope="module", params=thinned(["llama", "mimo_v2_flash"], lambda i, _: i == 0))
+def base(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Iterator[Path]:
+    with remembering.served(request.param):
+        yield checkpoint(request.param, num_hidden_layers=3)
 
 
 @pytest.fixture(scope="module")
-def llama(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint("llama", num_hidden_layers=3)
-
-
-@pytest.fixture(scope="module")
-def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return remembering.remembering(llama, tmp_path_factory.mktemp("remembering") / "model")
+def model(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return remembering.remembering(base, tmp_path_factory.mktemp("remembering") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +51,11 @@ def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodePai
         yield make
 
 
-def test_a_whole_text_recomputed_by_transformers_gives_the_same_tokens(plain: Plain, llama: Path) -> None:
+def test_a_whole_text_recomputed_by_transformers_gives_the_same_tokens(plain: Plain, base: Path) -> None:
     greedy = [case for case in plain.cases if case.params.temperature == 0.0]
     for case in greedy:
         [expected] = case.expected
-        logits = remembering.recomputed(llama, case.prompt + expected.ids)
+        logits = remembering.recomputed(base, case.prompt + expected.ids)
         assert logits.argmax(-1)[len(case.prompt) - 1 : -1].tolist() == expected.ids
     assert len(greedy) == 2
 

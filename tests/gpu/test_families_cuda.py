@@ -58,13 +58,24 @@ def _no_tf32(no_tf32: None) -> None:
 def test_text_of_both_nodes_is_that_of_the_cpu(name: str, drafter: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     family, config = FAMILIES[name]
     model = checkpoint(family, **config)
+    if drafter == "ngram":
+        check_texts(model, {"speculative": "ngram", "draft_steps": 3})
+    else:
+        drafts = drafters.settings(drafter, model, tmp_path, steps=3)
+        check_texts(model, drafts | {"draft_topk": 2, "draft_tokens": 8})
+
+
+@pytest.mark.parametrize("name", ["mtp-of-glm4", "mtp-of-deepseek", "mtp-of-glm-dsa"])
+def test_drafts_by_prediction_layers_of_the_checkpoint(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = drafters.target_of(name, checkpoint)
+    check_texts(model, drafters.settings(name, model, tmp_path, steps=3))
+
+
+def check_texts(model: Path, drafts: dict[str, Any]) -> None:
+    """Compare the texts of two nodes on CUDA, alone and in batches, with those of the CPU."""
     reference = Plain.of(model)
     both: dict[str, Any] = {"device": "cuda", "dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 190}
-    both |= {"max_running": 10, "chunk_tokens": 7}
-    if drafter == "ngram":
-        both |= {"speculative": "ngram", "draft_steps": 3}
-    else:
-        both |= drafters.settings(drafter, model, tmp_path, steps=3) | {"draft_topk": 2, "draft_tokens": 8}
+    both |= {"max_running": 10, "chunk_tokens": 7, **drafts}
     with closing(NodePair(model, prefill=both, decode=both)) as pair:
         for cell in CELLS[::3]:
             run_cell(pair, cell, reference.cases)

@@ -1,10 +1,11 @@
 """Time the kernels of sparse attention (DSA) on a GPU at the shapes of DeepSeek-V3.2: 64 index heads of 128, 2,048
 picks, 128 heads that attend to latents of 512 + 64, bfloat16.
 
-    python tests/benchmarks/kernel_times/bench_kernels_index.py [--only scores picks sparse dense] [--heads 64] \
-        [--sequences 1 64] [--context 8192 32768 131072]
+    python tests/benchmarks/kernel_times/bench_kernels_index.py [--only scores prompts picks sparse dense] \
+        [--heads 64] [--sequences 1 64] [--context 8192 32768 131072] [--chunk 1024]
 
-Scores are compared with reading the index keys once, picks with reading the scores once, and attention with reading the
+Scores are compared with reading the index keys once, those of prompts (a chunk at the end of a context) with their
+products, picks with reading the scores once, and attention with reading the
 latents that it attends to. Picks are compared with `pick` exactly, the others nearly.
 """
 
@@ -30,18 +31,18 @@ PAGE_SIZE, SCALE = 64, 192**-0.5
 
 
 class Steps(NamedTuple):
-    """A decode step of sequences of one length, over scattered pages."""
+    """A forward of sequences of one length with as many new tokens each, over scattered pages."""
 
     plan: PagedPlan
     sight: PagedSight
 
     @classmethod
-    def make(cls, num_seqs: int, context: int) -> Steps:
+    def make(cls, num_seqs: int, context: int, query_len: int = 1) -> Steps:
         num_pages = context // PAGE_SIZE
         table = (torch.randperm(num_seqs * num_pages, device="cuda") + 1).view(num_seqs, -1)
         lens = torch.full((num_seqs,), context, device="cuda")
-        plan = PagedPlan.uniform(table, lens, 1, PAGE_SIZE)
-        return cls(plan, PagedSight.of(plan, num_seqs))
+        plan = PagedPlan.uniform(table, lens, query_len, PAGE_SIZE)
+        return cls(plan, PagedSight.of(plan, num_seqs * query_len))
 
     def pool(self, width: int) -> Tensor:
         """Return copies of a pool of one plane, [num_copies, num_pages, 1, 1, PAGE_SIZE, width] bfloat16."""
@@ -50,7 +51,7 @@ class Steps(NamedTuple):
 
     @property
     def tokens(self) -> range:
-        return range(len(self.plan.seq_lens))
+        return range(len(self.sight.ends))
 
     def out(self) -> PickedRows:
         num, num_slots = len(self.tokens), self.plan.block_table.shape[1] * PAGE_SIZE
@@ -65,20 +66,31 @@ def sizes(options: argparse.Namespace) -> Iterator[tuple[int, int, str]]:
 
 def scores(options: argparse.Namespace) -> Iterator[Kernel]:
     for heads, (num_seqs, context, name) in itertools.product(options.heads, sizes(options)):
-        steps = Steps.make(num_seqs, context)
-        keys, q = steps.pool(HEAD_DIM), normal(num_seqs, heads, HEAD_DIM)
-        weights = torch.randn(num_seqs, heads, device="cuda") * (heads * HEAD_DIM) ** -0.5
+        yield _scores(f"{name}, {heads} heads", Steps.make(num_seqs, context), heads, context)
 
-        def ours(layer: Tensor, q: Tensor = q, weights: Tensor = weights, steps: Steps = steps) -> Tensor:
-            return paged_index_scores(q, weights, layer, steps.plan, steps.sight, steps.tokens)
 
-        def expected(q: Tensor = q, weights: Tensor = weights, steps: Steps = steps, keys: Tensor = keys) -> Tensor:
-            sight = Sight.of(steps.plan.block_table, [1] * len(q), steps.plan.seq_lens)
-            return index_scores_ref(q, weights, keys[0], sight)
+def prompts(options: argparse.Namespace) -> Iterator[Kernel]:
+    for heads, chunk, context in itertools.product(options.heads, options.chunk, options.context):
+        yield _scores(f"{chunk} of {context}, {heads} heads", Steps.make(1, context, chunk), heads, context)
 
-        check = close(lambda ours=ours, keys=keys: ours(keys[0]), expected)
-        num_flop = 2 * num_seqs * context * heads * HEAD_DIM
-        yield Kernel(f"{name}, {heads} heads", each(ours, keys), num_seqs * context * HEAD_DIM * 2, num_flop, check)
+
+def _scores(name: str, steps: Steps, heads: int, context: int) -> Kernel:
+    (num_seqs, num_tokens), keys = (len(steps.plan.seq_lens), len(steps.tokens)), steps.pool(HEAD_DIM)
+    q = normal(num_tokens, heads, HEAD_DIM)
+    weights = torch.randn(num_tokens, heads, device="cuda") * (heads * HEAD_DIM) ** -0.5
+
+    def ours(layer: Tensor) -> Tensor:
+        return paged_index_scores(q, weights, layer, steps.plan, steps.sight, steps.tokens)
+
+    def seen() -> Tensor:
+        return torch.where(torch.arange(context, device="cuda") < steps.sight.ends[:, None], ours(keys[0]), -torch.inf)
+
+    def expected() -> Tensor:
+        sight = Sight.of(steps.plan.block_table, [num_tokens // num_seqs] * num_seqs, steps.plan.seq_lens)
+        return index_scores_ref(q, weights, keys[0], sight)
+
+    num_flop = 2 * num_tokens * context * heads * HEAD_DIM
+    return Kernel(name, each(ours, keys), num_seqs * context * HEAD_DIM * 2, num_flop, close(seen, expected))
 
 
 def picks(options: argparse.Namespace) -> Iterator[Kernel]:
@@ -143,11 +155,13 @@ if __name__ == "__main__":
         "index-kernels",
         {
             "scores": scores,
+            "prompts": prompts,
             "picks": picks,
             "sparse": lambda options: attention(options, is_sparse=True),
             "dense": lambda options: attention(options, is_sparse=False),
         },
         heads=(64, 32),
+        chunk=(1024,),
         sequences=(1, 64),
         context=(8192, 32_768, 131_072),
     )

@@ -52,6 +52,14 @@ def test_deepseek_v2_lite(tmp_path: Path) -> None:
     assert read_deepseek_experts(file(tmp_path, V2_LITE), "softmax") == expected
 
 
+def test_a_file_that_does_not_say_which_layers_are_dense_is_refused(tmp_path: Path) -> None:
+    nothing = {"first_k_dense_replace": None, "mlp_layer_types": None}
+    with pytest.raises(ModelError, match="first_k_dense_replace = None must be a whole number of at least 0"):
+        read_deepseek_experts(file(tmp_path, V2_LITE | nothing), "softmax")
+    listed = {"first_k_dense_replace": None, "mlp_layer_types": ["dense"] * 26 + ["sparse"]}
+    assert read_deepseek_experts(file(tmp_path, V2_LITE | listed), "softmax").layers == (26,)
+
+
 def test_deepseek_v2_has_groups_ranked_by_their_best_expert(tmp_path: Path) -> None:
     fields = V2_LITE | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6}
     found = read_deepseek_experts(file(tmp_path, fields), "softmax")

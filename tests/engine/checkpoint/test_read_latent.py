@@ -47,6 +47,12 @@ def test_refusals_name_the_value(change: dict[str, Any], words: str, tmp_path: P
         read(tmp_path, **change)
 
 
+def test_null_means_what_transformers_takes_it_for(tmp_path: Path) -> None:
+    assert not read(tmp_path, rope_interleave=None).is_interleaved and read(tmp_path).is_interleaved
+    with pytest.raises(ModelError, match="rope_theta = None must be a positive number"):
+        read_whole(tmp_path, "Mistral 4 without images", rope_parameters=None)
+
+
 def read_whole(tmp_path: Path, name: str, **changes: Any) -> ModelConfig:
     return read_model_config(write_config(tmp_path, PUBLISHED[name] | changes))
 
@@ -82,14 +88,19 @@ def test_a_prediction_layer_has_an_indexer_of_its_own(tmp_path: Path) -> None:
     [
         ({"index_head_dim": 32}, r"index_head_dim = 32 is less than qk_rope_head_dim \(64\), which is rotated"),
         ({"index_topk": 0}, "index_topk = 0 must be a whole number of at least 1"),
+        ({"index_topk": 8193}, "index_topk = 8193 is more than 8192, the most tokens that an indexer can choose here"),
         ({"index_topk": None}, "index_topk = None must be a whole number of at least 1"),
         ({"q_lora_rank": None}, "q_lora_rank = 'null' is not served; indexers read the latent of queries"),
         ({"indexer_types": ["full"] * 77}, "indexer_types = .* must list 78 layers, each full or shared"),
         ({"indexer_types": ["shared"] + ["full"] * 77}, "lets the first layer share picks, but no layer before it has"),
         ({"index_topk_pattern": "F" * 77 + "X"}, "index_topk_pattern = 'F+X' must list 78 layers"),
+        (
+            {"mlp_layer_types": None, "first_k_dense_replace": None},
+            "first_k_dense_replace or mlp_layer_types is missing, and its default is not certain",
+        ),
         ({"moe_router_dtype": "bfloat16"}, "moe_router_dtype = 'bfloat16' is not served for GlmMoeDsaForCausalLM"),
         ({"index_kpool": 4}, "index_kpool = 4 is unknown, and could change what GlmMoeDsaForCausalLM computes"),
-        ({"layer_types": ["full_attention"] * 78}, "layer_types = .* is not served; indexed_attention is"),
+        ({"layer_types": ["full_attention"] * 78}, "layer_types = .* is not served; indexed_attention and deep"),
     ],
 )
 def test_refusals_of_indexers_name_the_value(change: dict[str, Any], words: str, tmp_path: Path) -> None:

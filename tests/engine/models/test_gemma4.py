@@ -72,8 +72,8 @@ def test_a_layer_shares_the_keys_of_its_own_kind_where_all_lie_in_one_pool(tmp_p
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"enable_moe_block": True}, "enable_moe_block = True is not served; use a checkpoint without experts"),
-        ({"num_experts": 128}, "num_experts = 128 is not served for Gemma4ForCausalLM"),
+        ({"enable_moe_block": True}, "num_experts = None must be a whole number of at least 1"),
+        ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts = 5 is more than there are"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not served"),
         ({"layer_types": ["sliding_attention"] * 35}, "layer_types = .* whose last layer is full_attention"),
         ({"num_kv_shared_layers": 34}, "num_kv_shared_layers = 34 leaves no layer of some kind"),

@@ -61,6 +61,7 @@ OWN_LAYERS: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.5}),
     ("deepseek_v3", {"first_k_dense_replace": 1, "q_lora_rank": 48}),
     ("glm4_moe_lite", {}),
+    ("mimo_v2_flash", {}),
 ]
 
 

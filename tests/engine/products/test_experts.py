@@ -81,10 +81,10 @@ def sources(kind: str) -> ExpertSources:
     given = GivenWeight(gate_up, biases[0]), GivenWeight(down, biases[1])
     for each in given:
         each.quantization = ONLINE_FP8 if "online" in kind else None
-    return ExpertSources(*given, NUM_EXPERTS, CLAMP if "biased" in kind else None)
+    return ExpertSources(*given, NUM_EXPERTS, CLAMP if "biased" in kind else None, is_geglu="geglu" in kind)
 
 
-@pytest.mark.parametrize("kind", ["plain", "biased", "stored", "online", "online biased", "packed"])
+@pytest.mark.parametrize("kind", ["plain", "geglu", "biased", "stored", "online", "online biased", "packed"])
 @pytest.mark.parametrize("num_rows", [0, 1, 9])
 def test_both_ways_give_the_same(kind: str, num_rows: int) -> None:
     ours, grouped = TorchExperts.build(sources(kind)), GroupedExperts.build(sources(kind))

@@ -14,3 +14,10 @@ def test_all_pools_are_named_in_order_and_a_layer_has_its_part_of_each() -> None
     second = pools.layer(1)
     assert [pool.tolist() for pool in second.all] == [[1.0], [11.0]] and list(second.further) == ["index"]
     assert ModelPools(kv).layer(2).further == {}
+
+
+def test_layers_of_both_kinds_reach_the_pools_beside_that_of_kv() -> None:
+    kv, window, index = (torch.full((1,), float(i)) for i in range(3))
+    unbounded, windowed = ModelPools(kv, {"window": window, "index": index}).by_window
+    assert (unbounded.kv, windowed.kv) == (kv, window)
+    assert unbounded.further == windowed.further == {"index": index}

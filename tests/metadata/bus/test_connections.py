@@ -25,6 +25,7 @@ from baton.metadata.bus.connections import (
 from baton.metadata.bus.curve import KeyPair, secure_server
 from baton.metadata.bus.descriptors import NodePort
 from baton.metadata.bus.sockets import bound_address, receive_from
+from baton.metadata.logs import Throttle
 
 
 class Watched:
@@ -127,6 +128,23 @@ async def test_failed_handshakes_are_logged_once_in_a_while(caplog: pytest.LogCa
     assert caplog.text.count("at the handshake") == 1
     for peer in peers:
         peer.close()
+    watched.close()
+
+
+async def test_a_refused_key_is_logged_once_with_the_key(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.metadata.bus.curve._refusals", Throttle(60.0))
+    keys, stranger = KeyPair.generate(), KeyPair.generate()
+    watched = Watched(keys)
+    peer = watched.context.socket(zmq.DEALER)
+    peer.curve_serverkey, peer.curve_publickey = keys.public, stranger.public
+    peer.curve_secretkey = stranger.secret
+    peer.linger = 0
+    peer.connect(watched.address)
+    await until(lambda: watched.probes)
+    assert caplog.text.count("at the handshake") == caplog.text.count(stranger.public.decode()) == 1
+    peer.close()
     watched.close()
 
 

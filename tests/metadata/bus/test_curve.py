@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
 from key_files import Listed
+from patience import wait_until
 
+from baton.metadata.bus import curve
 from baton.metadata.bus.allow_list import AllowList
+from baton.metadata.bus.connections import PortWatch
 from baton.metadata.bus.curve import KeyPair, secure_client, secure_server
 from baton.metadata.bus.sockets import bound_address, sender_key
 from baton.metadata.config import ProcessConfig
@@ -161,6 +166,22 @@ def test_only_listed_keys_get_in_and_later_ones_without_a_restart(
     listed.write("router", "p0", "d0")
     assert server.poll(5000)  # it comes back by itself, and the list is looked at
     assert sender_key(server.recv_multipart(copy=False)[0]) == listed.pairs["d0"].public
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02])
+def test_a_refusal_closes_the_connection_however_late_it_comes(
+    net: Net, delay_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq leaves connections open whose refusal comes after it looked for it. The client may try again."""
+    answer = curve._answer
+    monkeypatch.setattr(curve, "_answer", lambda request: time.sleep(delay_s) or answer(request))
+    keys = KeyPair.generate()
+    server = net.server(keys)
+    events: list[int] = []
+    watch = PortWatch(server, None, zmq.EVENT_DISCONNECTED, lambda event, _: events.append(event))
+    with closing(watch):
+        net.knock(server, KeyPair.generate(), keys.public)
+        wait_until(lambda: len(events) > 1, timeout_s=5)
 
 
 def test_only_the_clusters_key_gets_in(net: Net) -> None:

@@ -759,6 +759,23 @@ def test_a_node_that_cannot_answer_or_takes_no_work_does_not_keep_another_waitin
     assert world.health.is_usable(None, world.nodes["d0"])
 
 
+def test_a_node_that_is_in_steps_all_the_time_keeps_another_waiting_no_longer_than_one_that_is_idle(
+    world: World,
+) -> None:
+    world.mute = {"d1"}
+    world.join("d1", "d0")
+    for _ in range(int(IDLE_TIMEOUT_S)):
+        world.beat("d1", phase="decode", phase_age_s=0.01)
+        world.look(1.0)
+    assert not world.health.is_usable(None, world.nodes["d0"])
+    num_events = world.num_ready_events
+    world.look(1.0)
+    assert world.health.is_usable(None, world.nodes["d0"]) and world.num_ready_events == num_events + 1
+    world.corrupt = faulty("d1")
+    world.answer_all()
+    assert word_of(world.health.state(None, world.nodes["d0"])) == "undecided", "its vote counts when it comes"
+
+
 def test_a_node_is_told_again_if_the_message_was_lost_and_only_if_it_understands(world: World) -> None:
     world.join("p0", "d0")
     world.join("d1", protocol_max=7, protocol=7)

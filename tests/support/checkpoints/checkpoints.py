@@ -190,7 +190,7 @@ _NORMED = {
     "qwen3_5_text": {"norm.weight": 0.3},
     "qwen3_5_moe_text": {"norm.weight": 0.3},
     "gemma3_text": {"norm.weight": 0.3},
-    "gemma4_text": {"norm.weight": 1.0, "layer_scalar": 1.0},
+    "gemma4_text": dict.fromkeys(("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar"), 1.0),
 }  # families whose norms are spread: transformers leaves all at one
 
 

@@ -30,13 +30,16 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {  # prediction layers in the targ
     "mtp-of-glm4": ("glm4_moe", {}),
     "mtp-of-deepseek": ("deepseek_v3", {"first_k_dense_replace": 1, "q_lora_rank": 48}),
     "mtp-of-glm-dsa": ("glm_moe_dsa", {}),
+    "mtp-of-mimo": ("mimo_v2_flash", {}),
 }
 _HEADS = {  # a target's family, and the head of it
     "eagle-on-latents": ("deepseek_v3", "eagle"),
     "eagle3-on-gpt-oss": ("gpt_oss", "eagle3"),
     "eagle3-on-qwen3-moe": ("qwen3_moe", "eagle3"),
+    "eagle-on-gemma4": ("gemma4_text", "eagle"),
 }
-OF_FAMILIES = (*_OWN, *_HEADS)  # on targets with experts or latents
+OF_FAMILIES = (*_OWN, *_HEADS)  # on targets with experts, latents or windows
+RARE = ("mtp-of-mimo", "eagle-on-gemma4")  # the gate leaves them out of tests that take long
 ALL = (*ORDINARY, *OF_FAMILIES)
 SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", HYPER, HYPER_MTP, *OF_FAMILIES)
 _UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's

@@ -2,6 +2,9 @@
 arXiv:2412.19437, 2.2) computed with the family's decoder layer in transformers: whole sequences, without a cache.
 
     x_i = eh_proj([enorm(E(t_{i+1})) ; hnorm(h_i)]);  g_i = layer(x)_i;  logits = lm_head(shared_head.norm(g_i))
+
+MiMo-V2-Flash has final_layernorm for shared_head.norm, hands on the state after it, and its layer is dense, with
+a window.
 """
 
 from __future__ import annotations
@@ -9,18 +12,28 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from quantized import Scheme, rounding_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+_MIMO_NAMES = {"post_attention_layernorm": "pre_mlp_layernorm", "shared_head.norm": "final_layernorm"}
 
-def with_mtp(source: Path, path: Path) -> Path:
-    """Return a copy of a checkpoint with a random layer behind its last one, and copies of embedding and head."""
+
+def with_mtp(source: Path, path: Path, num_layers: int = 1) -> Path:
+    """Return a copy of a checkpoint with a random layer behind its last one, and copies of embedding and head.
+    `num_layers`: of MiMo-V2-Flash, which may have several."""
     shutil.copytree(source, path)
     tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     generator, num = torch.Generator().manual_seed(7), config["num_hidden_layers"]
+    if config["model_type"] == "mimo_v2_flash":
+        for layer in range(num_layers):
+            tensors |= _mimo_layer(tensors, config, generator, f"model.mtp.layers.{layer}.")
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": num_layers}))
+        return path
     last, own = f"model.layers.{num - 1}.", f"model.layers.{num}."
     alike = {own + name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
     for name, tensor in tensors.items():  # an indexer, which the last layer may share with another one
@@ -39,6 +52,21 @@ def with_mtp(source: Path, path: Path) -> Path:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return path
+
+
+def _mimo_layer(
+    tensors: dict[str, Tensor], config: dict[str, Any], generator: torch.Generator, own: str
+) -> dict[str, Tensor]:
+    """Return a random dense layer with a window."""
+    size, windowed = config["hidden_size"], config["layer_types"].index("sliding_attention")
+    dense, found = config["mlp_layer_types"].index("dense"), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if name.startswith((f"model.layers.{windowed}.self_attn.", f"model.layers.{dense}.mlp.")):
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
+            found[own + name.split(".", 3)[3]] = noise
+    for name in ("enorm", "hnorm", "final_layernorm", "input_layernorm", "pre_mlp_layernorm"):
+        found[f"{own}{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+    return found | {f"{own}eh_proj.weight": torch.randn(size, 2 * size, generator=generator) / 8}
 
 
 def with_qwen_mtp(source: Path, path: Path) -> Path:
@@ -64,22 +92,34 @@ class OwnMtpOracle:
 
     kind = "mtp-deepseek"
 
-    def __init__(self, path: Path, scheme: Scheme | None = None) -> None:
+    def __init__(self, path: Path, scheme: Scheme | None = None, layer: int = 0) -> None:
+        """`layer`: which one of MiMo-V2-Flash."""
         self.target = rounding_model(path, scheme)
         num, types = self.target.config.num_hidden_layers, getattr(self.target.config, "mlp_layer_types", None)
         # the extra layer's tensors are those of one more ordinary layer, like the last
         more = {} if types is None else {"mlp_layer_types": [*types, types[-1]]}
+        self.is_mimo = self.target.config.model_type == "mimo_v2_flash"
+        if self.is_mimo:
+            more["mlp_layer_types"][-1] = "dense"
+            more["layer_types"] = [*self.target.config.layer_types, "sliding_attention"]
         for name, own in (("indexer_types", "full"), ("layer_types", "indexed_attention")):
             if getattr(self.target.config, "index_topk", None) and getattr(self.target.config, name, None):
                 more[name] = [*getattr(self.target.config, name), own]
         deeper = rounding_model(path, scheme, num_hidden_layers=num + 1, **more)
         self._layer, self._rotary = deeper.model.layers[num], deeper.model.rotary_emb
-        own = f"model.layers.{num}."
+        own = f"model.mtp.layers.{layer}." if self.is_mimo else f"model.layers.{num}."
         self._tensors = {
             name.removeprefix(own): tensor
             for name, tensor in load_file(path / "model.safetensors").items()
             if name.startswith(own)
         }
+
+        if self.is_mimo:
+            again = {mine: theirs for theirs, mine in _MIMO_NAMES.items()} | {"attention_sink_bias": "sinks"}
+            for mine, theirs in again.items():
+                self._tensors = {name.replace(mine, theirs): each for name, each in self._tensors.items()}
+            own_names = self._layer.state_dict()
+            self._layer.load_state_dict({name: self._tensors[name] for name in own_names})
 
     @torch.no_grad()
     def rows(self, tokens: list[int], drafted: list[int]) -> tuple[Tensor, Tensor]:
@@ -90,8 +130,13 @@ class OwnMtpOracle:
         for token in drafted:
             hidden, ids = torch.cat((hidden, state[:, -1:]), dim=1), [*ids, token]
             state = self._forward(hidden, ids)
-        normed = self._norm(state, "shared_head.norm")
+        normed = state if self.is_mimo else self._norm(state, "shared_head.norm")
         return state[0], self.target.lm_head(normed)[0]
+
+    @torch.no_grad()
+    def proposed(self, hidden: Tensor, ids: list[int]) -> int:
+        """Return the best token after rows of the target's states [num_rows, hidden_size] and the tokens `ids`."""
+        return int(self.target.lm_head(self._forward(hidden[None], ids))[0, -1].argmax())
 
     def _forward(self, hidden: Tensor, ids: list[int]) -> Tensor:
         embedded = self.target.model.embed_tokens(torch.tensor([ids]))
@@ -100,10 +145,15 @@ class OwnMtpOracle:
         num = len(ids)
         mask = torch.full((num, num), float("-inf")).triu(1)[None, None]
         positions = torch.arange(num)[None]
+        kind = ("sliding_attention",) if self.is_mimo else ()
+        if self.is_mimo:
+            is_far = torch.ones(num, num, dtype=torch.bool).tril(-self.target.config.sliding_window)
+            mask = mask.masked_fill(is_far, float("-inf"))
         out = self._layer(
-            x, attention_mask=mask, position_ids=positions, position_embeddings=self._rotary(x, positions)
+            x, attention_mask=mask, position_ids=positions, position_embeddings=self._rotary(x, positions, *kind)
         )
-        return out[0] if isinstance(out, tuple) else out
+        out = out[0] if isinstance(out, tuple) else out
+        return self._norm(out, "shared_head.norm") if self.is_mimo else out
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         eps = self.target.config.rms_norm_eps

@@ -1,4 +1,5 @@
-"""A Llama that remembers: a made-up family with a pool beside that of its KV.
+"""A model that remembers: a made-up family with a pool beside those of its KV. Another family is its base: Llama, or
+MiMo-V2-Flash, which has four pools of KV.
 
 Some layers store the first numbers of each token's normed input in the pool "memory". To the attended values of every
 head they add
@@ -14,7 +15,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,14 @@ from baton.engine.attention.context import AttentionContext
 from baton.engine.checkpoint.config_file import ConfigFile
 from baton.engine.checkpoint.model_config import Further, ModelConfig
 from baton.engine.checkpoint.weights import Weights
-from baton.engine.layers.attention import Attention
-from baton.engine.models.decoder import DecoderModel
+from baton.engine.layers.decoder import DecoderBody, SelfAttention
+from baton.engine.models.decoder import DecoderModel, DecoderStack
 from baton.engine.models.families import FAMILIES
 from baton.engine.models.family import ModelFamily
-from baton.engine.models.llama import read_attention, read_layer, read_model
 from baton.engine.products.linear import Linear
 
 MEMORY = "memory"
-ARCHITECTURE = "RememberingLlamaForCausalLM"
+ARCHITECTURE = "RememberingForCausalLM"
 LAYERS = (0, 2)  # that remember, of three
 
 
@@ -43,12 +43,12 @@ LAYERS = (0, 2)  # that remember, of three
 class Remembering:
     """A `SelfAttention` that adds what it remembers."""
 
-    inner: Attention
+    inner: SelfAttention
     place: int
     width: int
 
     @property
-    def reader(self) -> Linear:
+    def reader(self) -> Linear | None:
         return self.inner.reader
 
     @property
@@ -76,48 +76,54 @@ def remembered(stored: Tensor, is_seen: Tensor) -> Tensor:
 class _Family(ModelFamily):
     @property
     def read(self) -> Callable[[ModelConfig, Weights], DecoderModel]:
-        return _read
+        base = next(each for each in FAMILIES.values() if each.reader == self.reader and each is not self)
+        return lambda config, weights: _remembering(base.read(config, weights), config)
 
 
-def _read(config: ModelConfig, weights: Weights) -> DecoderModel:
-    layers = []
-    for i in range(config.num_layers):
-        prefix, place = f"model.layers.{i}", config.place(MEMORY, i)
-        attention = read_attention(config, weights, f"{prefix}.self_attn", i, config.hidden_size)
-        own = attention if place is None else Remembering(attention, place, config.head_dim)
-        layers.append(read_layer(config, weights, prefix, i, attention=own))
-    return read_model(config, weights, layers)
+def _remembering(model: DecoderModel, config: ModelConfig) -> DecoderModel:
+    def body(index: int, inner: DecoderBody) -> DecoderBody:
+        place = config.place(MEMORY, index)
+        width = config.value_dim or config.head_dim
+        return inner if place is None else replace(inner, attention=Remembering(inner.attention, place, width))
+
+    stack = model.stack
+    assert isinstance(stack, DecoderStack), stack
+    layers = tuple(replace(layer, body=body(index, layer.body)) for index, layer in enumerate(stack.layers))
+    model.stack = replace(stack, layers=layers)
+    return model
 
 
 def _read_further(raw: ConfigFile) -> tuple[Further, ...]:
-    return (Further(MEMORY, LAYERS, width=raw.integer("head_dim")),)
+    return (Further(MEMORY, LAYERS, width=raw.integer("v_head_dim" if raw.has("v_head_dim") else "head_dim")),)
 
 
 @contextmanager
-def served(_: str = "") -> Iterator[None]:
-    """Serve the family in this process, and in the ranks that it starts."""
-    family = _Family(architecture=ARCHITECTURE, model_type="llama", reader="", read_further=_read_further)
+def served(base: str = "llama") -> Iterator[None]:
+    """Serve the family in this process, and in the ranks that it starts. `base`: the model_type of the other one."""
+    of_base = next(each for each in FAMILIES.values() if each.model_type == base)
+    inherited = {each.name: getattr(of_base, each.name) for each in fields(of_base)}
+    family = _Family(**inherited | {"architecture": ARCHITECTURE, "read_further": _read_further})
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, ARCHITECTURE, family)
-        patch.setenv(RANK_CONTEXT, "remembering served _")
+        patch.setenv(RANK_CONTEXT, f"remembering served {base}")
         yield
 
 
-def remembering(llama: Path, directory: Path) -> Path:
-    """Write a Llama of three layers as one that remembers."""
-    shutil.copytree(llama, directory)
+def remembering(base: Path, directory: Path) -> Path:
+    """Write a model of three layers as one that remembers."""
+    shutil.copytree(base, directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"architectures": [ARCHITECTURE]}))
     return directory
 
 
 @torch.inference_mode()
-def recomputed(llama: Path, token_ids: list[int]) -> Tensor:
-    """Return the logits of a whole text, [num_tokens, vocab_size], by transformers' Llama."""
-    from transformers import LlamaForCausalLM
+def recomputed(base: Path, token_ids: list[int]) -> Tensor:
+    """Return the logits of a whole text, [num_tokens, vocab_size], by the base's class in transformers."""
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(llama).eval()
-    num_tokens, width = len(token_ids), model.config.head_dim
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    num_tokens, width = len(token_ids), getattr(model.config, "v_head_dim", model.config.head_dim)
     is_seen = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
     for index in LAYERS:
         layer, found = model.model.layers[index], []

@@ -120,26 +120,30 @@ def _latents() -> None:
 def _picks() -> None:
     from baton.kernels.attention import triton_latents, triton_picks
 
-    types = _TYPES | {"weights": "*fp32", "out": "*fp32", "ends": "*i32", "seqs": "*i32", "scores": "*fp32"}
-    types |= {"digits": "*i32", "above": "*i32", "state": "*i64", "counts": "*i64"}
-    sizes = {"HEAD_DIM": 128, "BLOCK_D": 128, "PAGE_SIZE": 16, "BLOCK_N": 128, "SEQS": 32}
-    for name, heads, of_tile in (("round", 64, 1), ("tree", 64, 16), ("prompt", 32, 16)):
-        constants = {**sizes, "HEADS": heads, "BLOCK_H": heads, "TOKENS": of_tile, "IS_TREE": name == "tree"}
+    types = _TYPES | {"weights": "*fp32", "out": "*fp32", "ends": "*i32", "seqs": "*i32"}
+    types |= {"places": "*i32", "slots": "*i32", "counts": "*i64"}
+    sizes = {"HEAD_DIM": 128, "BLOCK_D": 128, "PAGE_SIZE": 16, "SEQS": 32}
+    for name, heads, tiles in (
+        ("round", 64, triton_picks._ROUND),
+        ("tree", 64, triton_picks._PROMPT),
+        ("prompt", 32, triton_picks._PROMPT),
+    ):
+        constants = {**sizes, "HEADS": heads, "BLOCK_H": heads, "TOKENS": tiles.num_tokens, "IS_TREE": name == "tree"}
+        constants |= {"BLOCK_N": tiles.num_keys}
         constants |= {} if name == "tree" else dict.fromkeys(("tree_starts_ptr", "visible_ptr"))
         constants |= {} if name == "prompt" else {"starts_ptr": None}
-        launch = {"num_warps": 4, "num_stages": 3}
+        launch = {"num_warps": 4, "num_stages": tiles.num_stages}
         print(f"scores {name}", compiled_bytes(triton_picks._scores_kernel, constants, types, **launch))
     attends = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512, "BLOCK_R": 64, "GROUP": 128, "PAGE_SIZE": 1}
     attends |= {"BLOCK_M": 64, "BLOCK_N": 32, "IS_TREE": False, "HAS_HIDDEN": False, "DEPENDENT": True}
     attends |= {"KEYS_FIRST": False, "tree_starts_ptr": None, "visible_ptr": None}
     print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
-    for splits in (1, 64):
-        for level in range(4):
-            constants = {"LEVEL": level, "SPLITS": splits, "BLOCK": 1024}
-            name = f"digits {level} {splits}"
-            print(name, compiled_bytes(triton_picks._digits_kernel, constants, types, num_warps=4))
-        constants |= {"LEVEL": 4, "PAGE_SIZE": 16}
-        print(f"rows {splits}", compiled_bytes(triton_picks._rows_kernel, constants, types, num_warps=4))
+    run = {"PAGE_SIZE": 16, "RUN": 16384}
+    first = {**run, "slots_ptr": None, "rows_ptr": None, "counts_ptr": None}
+    last = {**run, "keys_ptr": None, "places_ptr": None}
+    for name, constants, found in (("best of scores", first, "*fp32"), ("best of the best", last, "*i32")):
+        types = {**types, "from": found, "keys": "*i32"}
+        print(name, compiled_bytes(triton_picks._best_kernel, constants, types, num_warps=16))
 
 
 def _fp8() -> None:
