@@ -13,7 +13,7 @@ import pytest
 import torch
 from model_pools import pools_of
 from own_mtp import with_qwen_mtp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from ties import Reference
 
 from baton.engine.checkpoint.read_config import read_model_config
@@ -132,3 +132,16 @@ def test_a_page_has_a_row_of_each_token_and_the_states_that_end_in_it(checkpoint
             >= num_states * 3 * 12 * 10
             > (page_size - page_size // num_states) * plane.head_dim
         )
+
+
+def test_a_second_prediction_layer_is_refused_by_name(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Files have one so far. A drafter that ran the first alone would draft worse than its files can."""
+    model = with_qwen_mtp(checkpoint("qwen3_5_text"), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    first = {name: each for name, each in tensors.items() if name.startswith("mtp.layers.0.")}
+    second = {name.replace("layers.0", "layers.1"): each.clone() for name, each in first.items()}
+    save_file(tensors | second, model / "model.safetensors", {"format": "pt"})
+    config = read_model_config(model)
+    file, target = read_head(model, config), load_model(model, config, torch.float32, "cpu")
+    with pytest.raises(ModelError, match=r"has tensors that no layout served here uses: mtp\.layers\.1"):
+        load_mtp(file, layer_prefixes(file.names), target)
