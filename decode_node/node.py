@@ -161,6 +161,7 @@ class DecodeNode:
             budget=self._budget.room,
             joint=executor.joint_sizes,
             window=executor.window,
+            tail_window=executor.tail_window,
             on_finish=self._release,
             streams_elsewhere=self._streams_elsewhere,
         )
@@ -270,6 +271,9 @@ class DecodeNode:
                 num_prompt_pages = -(-len(sequence.token_ids) // self.cache.pool.page_size)
                 num_cached_pages = len(sequence.lease.pages)
                 pages = sequence.pages[:num_prompt_pages]
+                if sequence.tail is not None:
+                    num_tails = num_prompt_pages - sequence.tail.first
+                    pages = pages + sequence.tail.own[:num_tails]
                 self.handoff.claim(sequence.unit, message.prefill, num_cached_pages, pages)
 
     def _start_local(self, sequence: Sequence) -> None:

@@ -90,6 +90,7 @@ class DecodeScheduler:
         budget: Budget | None = None,
         joint: JointSizes = NO_SIZE,
         window: int | None = None,
+        tail_window: int = 0,
         on_finish: Callable[[Sequence], None] | None = None,
         streams_elsewhere: Callable[[], Streams] = Streams,
     ) -> None:
@@ -102,6 +103,7 @@ class DecodeScheduler:
         `joint`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
         in the round, too.
         `window`: positions that the layers see, if none sees all; pages before them are given back.
+        `tail_window`: positions that the layers with tail pages see; 0: there are no such layers.
         `on_finish` is called for every finished sequence. `streams_elsewhere` returns the sequences of other ranks
         that a chunk delays, too."""
         self.cache = cache
@@ -113,7 +115,9 @@ class DecodeScheduler:
         self._streams_elsewhere = streams_elsewhere
         self.page_size = cache.pool.page_size
         first_rounds_len = 1 + shape.num_steps + shape.num_slots  # the second begins where a fully accepted one ends
-        self.pages = SequencePages(cache, first_rounds_len, context_len, num_prompt_states, window)
+        self.pages = SequencePages(
+            cache, first_rounds_len, context_len, num_prompt_states, window, tail_window, chunk_tokens
+        )
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.reserved: dict[Unit, Sequence] = {}
@@ -129,7 +133,7 @@ class DecodeScheduler:
         """Take all pages of the prompt (except cached ones) and of two rounds, or nothing (False)."""
         if self.preempted or len(self.running) + len(self.reserved) >= self.max_running:
             return False
-        if not self.pages.take(sequence):
+        if not self.pages.take(sequence, is_pulled=not sequence.is_local):
             return False
         self.reserved[sequence.unit] = sequence
         self._by_rid.setdefault(sequence.unit.rid, []).append(sequence)
@@ -204,7 +208,7 @@ class DecodeScheduler:
                 continue
             num_to_compute = len(sequence.token_ids) - sequence.num_computed
             if num_to_compute > 1 and sequence.is_local:
-                if self._waits_for_choice(sequence):
+                if sequence.tail is None and self._waits_for_choice(sequence):
                     continue
                 num_to_compute -= self.pages.exchange(sequence)
             if num_to_compute == 1:
@@ -339,10 +343,11 @@ class DecodeScheduler:
         num_new = min(sequence.num_to_compute - 1, budget)
         start, stop = sequence.num_computed, sequence.num_computed + num_new
         if self._grow(sequence, stop, plan):
+            tail = None if sequence.tail is None else sequence.tail.pages
             plan.sequences.append(sequence)
             scores = sequence.prompt_scores
             num_scored = 0 if scores is None else scores.num_scored(start, num_new)
-            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0, num_scored))
+            plan.rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0, num_scored, tail))
         return num_new
 
     def _join_computed(self, plan: StepPlan) -> None:
@@ -400,7 +405,7 @@ class DecodeScheduler:
     def _draft_limit(self, sequence: Sequence, limit: int, num_tokens: int) -> int:
         """Return `limit`, the drafts that the sequence may accept, and take the pages for `num_tokens`, those of its
         drafts included. Nobody is preempted for drafts: without free pages the limit is 0."""
-        if limit == 0 or self.pages.num_missing(sequence, num_tokens) > self.cache.available:
+        if limit == 0 or not self.pages.may_grow(sequence, num_tokens):
             return 0
         self.pages.grow(sequence, num_tokens)
         return limit
@@ -420,7 +425,8 @@ class DecodeScheduler:
                     plan.is_premature = True
                     return False
                 youngest = self.running[-1]
-                if youngest is sequence and len(self.running) == 1 and not self.reserved:
+                is_alone = youngest is sequence and len(self.running) == 1 and not self.reserved
+                if is_alone and not self.pages.holds_copies(sequence):
                     self.finish(sequence)
                     plan.failed.append(sequence)
                     return False

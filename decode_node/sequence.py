@@ -11,6 +11,7 @@ import msgspec
 
 from ..engine.sampling.state import SamplingState, ended
 from ..engine.state.prefix_cache import Lease
+from ..engine.state.tail_pages import TailPages
 from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Compute, Dispatch
 from ..metadata.wire.request import (
@@ -124,6 +125,7 @@ class Sequence:
     sampling: SamplingState
     pages: list[int] = field(default_factory=list)  # the block table
     lease: Lease | None = None
+    tail: TailPages | None = None  # pages of layers with a window; None: the model has none, or it holds no pages
     first_kept: int = 0  # index of the first page that it still holds; no layer sees those before
     num_computed: int = 0  # tokens with KV in `pages`
     num_cached: int = 0  # prompt tokens whose KV was found in a prefix cache, as reported to the client
@@ -164,9 +166,9 @@ class Sequence:
 
     # --- pages ---
 
-    def take_pages(self, lease: Lease, own: Seq[int]) -> None:
-        """Hold the pages of `lease`, whose KV is computed, and after them `own`."""
-        self.lease, self.pages = lease, [*lease.pages, *own]
+    def take_pages(self, lease: Lease, own: Seq[int], tail: TailPages | None = None) -> None:
+        """Hold the pages of `lease`, whose KV is computed, and after them `own`. `tail`: tail pages beside them."""
+        self.lease, self.pages, self.tail = lease, [*lease.pages, *own], tail
 
     def add_pages(self, own: Seq[int]) -> None:
         self.pages += own
@@ -178,7 +180,7 @@ class Sequence:
 
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""
-        self.lease, self.pages, self.first_kept, self.routine_until = None, [], 0, -1
+        self.lease, self.pages, self.tail, self.first_kept, self.routine_until = None, [], None, 0, -1
 
     # --- running ---
 

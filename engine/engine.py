@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema.hidden_layout import HiddenDtype
 from ..metadata.handoff.schema.kv_layout import DTYPE_BYTES, KvLayout, Shard
-from ..metadata.handoff.schema.schema import kv_layouts, on_gpu, page_bytes, pools
+from ..metadata.handoff.schema.schema import are_tails, kv_layouts, on_gpu, page_bytes, pools, tail_window
 from ..metadata.logs import size_in_words
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
@@ -37,7 +37,7 @@ from .checkpoint.hub import name_of
 from .checkpoint.made_checkpoint import FILES
 from .checkpoint.model_card import read_card
 from .checkpoint.model_check import longest_context, resolve_model
-from .checkpoint.model_config import VALUES, ModelConfig
+from .checkpoint.model_config import VALUES, WINDOW_POOL, WINDOW_VALUES, ModelConfig
 from .checkpoint.quantization import chosen
 from .checkpoint.read_config import read_model_config
 from .config import SHARING, EngineConfig
@@ -63,8 +63,9 @@ from .state.cuda_memory import pool_zeros
 from .state.cuda_pool import CudaPool
 from .state.host_memory import available_memory
 from .state.model_pools import ModelPools
-from .state.pages import Owner, PagePool
+from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
+from .state.tail_pages import tails_beside
 from .work import BatchRow
 
 logger = logging.getLogger(__name__)
@@ -93,13 +94,15 @@ class Engine:
     ) -> None:
         """`num_pages`: of the first pools, if `resize` makes others later; None: as configured."""
         self.model_dir = resolve_model(config.model)
-        self.model_config = read_target(self.model_dir, config)
+        self.model_config = of_files = read_target(self.model_dir, config)
         self.device = choose_device(config.device)
         self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         _check_tried(self.device, self.model_config, self.speculation.draft)
         _check_trees(self.model_config, self.speculation)
+        if not self.speculation.frozen_layers:  # these are read at any position by a drafter
+            self.model_config = self.model_config.with_tail()
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
         self.context_len = longest_context(config, self.model_config)
@@ -110,12 +113,12 @@ class Engine:
         num_pages = (
             num_pages
             or config.num_pages
-            or _default_num_pages(self.context_len, self.schema, self.device, ranks.num_nodes)
+            or _default_num_pages(self.context_len, self.schema, self.device, ranks.num_nodes, self._num_tails)
         )
         _check_size(num_pages)
         fingerprints: Future[tuple[str, str | None]] | None = None
         if ranks.group.rank == 0 or ranks.rows is not None:  # the others say no hello
-            fingerprints = begin(lambda: (self._fingerprint(), self.speculation.fingerprint), "fingerprints")
+            fingerprints = begin(lambda: (self._fingerprint(of_files), self.speculation.fingerprint), "fingerprints")
         self.model = self._load_model(dtype, progress)
         self._fingerprints = fingerprints
         self.card: ModelCard = read_card(
@@ -147,12 +150,12 @@ class Engine:
         self._plan_prompts(min(self._config.chunk(self.device.type), self.context_len), dtype)
         return loading.result()
 
-    def _fingerprint(self) -> str:
+    def _fingerprint(self, config: ModelConfig) -> str:
         load_format = self._config.load_format
         if load_format == FILES:
-            return fingerprint(self.model_dir, self.model_config)
+            return fingerprint(self.model_dir, config)
         made = f"{load_format} on {self.device.type}"  # devices draw other numbers
-        return fingerprint_of(self.model_config, {"": made.encode()})
+        return fingerprint_of(config, {"": made.encode()})
 
     @property
     def captures(self) -> bool:
@@ -220,15 +223,19 @@ class Engine:
         self.card = structs.replace(self.card, context_len=self.context_len)
         self.device_pool: DevicePool | None = None
         layouts = [layout.part_of(self.shard) for layout in kv_layouts(self.schema)]
-        self._page_bytes = sum(layout.page_bytes for layout in layouts)
-        self.memory = [PageMemory(layout, num_pages) for layout in layouts]  # on a GPU: the host mirror of its pools
+        num_tails = self._num_tails(num_pages)
+        counts = [num_tails if is_tail else num_pages for is_tail in are_tails(self.schema)]
+        self.memory = [  # on a GPU: the host mirror of its pools
+            PageMemory(layout, count, num_pages if is_tail else 0, num_counted=num_pages + num_tails)
+            for layout, count, is_tail in zip(layouts, counts, are_tails(self.schema), strict=True)
+        ]
         if self.kind.is_apart:
-            self._pools = _on_gpu(layouts, num_pages, self.device, is_given=config.num_pages is not None)
+            self._pools = _on_gpu(layouts, counts, self.device, is_given=config.num_pages is not None)
             self.device_pool = CudaPool(self._pools, self.memory, has_checksums=self._config.checksums)
         else:
             self._pools = [torch.from_numpy(memory.pages) for memory in self.memory]
         self.target_pools, self.draft_pools = self._by_owner(map(_values, self._pools, layouts))
-        self.pool = PagePool(num_pages, page_size, self.memory[0].generations)
+        self.pool = PagePool(num_pages, page_size, self.memory[0].generations, num_tails=num_tails)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
 
     def _by_owner(self, tensors: Iterable[torch.Tensor]) -> tuple[ModelPools, ModelPools | None]:
@@ -247,7 +254,7 @@ class Engine:
         for num_new in (*sizes, num_tokens, num_tokens):
             started = time.monotonic()
             self._ranks.announce(num_new)
-            computed = self.compute([BatchRow([0] * num_new, 0, pages)])
+            computed = self.compute([BatchRow([0] * num_new, 0, pages, tail=())])
             for state in each_kind(self.model_config.vocab_size):
                 self.sample(computed.logits, [state])
             self._warm_up_drafter(num_new, pages, computed.extend)
@@ -259,13 +266,13 @@ class Engine:
         self.longest_chunk = num_tokens, step_s
         self._warm_up_history(num_tokens, pages)
         if self.num_nodes > 1 and self.kind.is_apart:  # rows of unlike numbers are padded, which takes memory
-            self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages)])
+            self.compute([BatchRow([0] * self._ranks.announce_longest(num_tokens), 0, pages, tail=())])
             row = torch.zeros(1, self.model_config.hidden_size, dtype=_DTYPES[self.dtype_name], device=self.device)
             self._ranks.rehearse_exchanges(row, num_tokens + num_tokens // 4)  # rounds share the forward of a chunk
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
             self._ranks.announce(num_tokens)
-            self.compute([BatchRow([0] * num_tokens, 0, pages)])
+            self.compute([BatchRow([0] * num_tokens, 0, pages, tail=())])
             peak = torch.cuda.max_memory_allocated(self.device) - before
             self._bytes_per_row = peak / (num_tokens * self.num_nodes)
         self.pool.release(pages)
@@ -282,7 +289,10 @@ class Engine:
             quantization, num_shards = self.model_config.quantization, self._ranks.num_head_shards
             is_fp8 = quantization is not None and quantization.rounding != "none"
             sizes = bucket_sizes(self.model_config.layer_products, num_shards, is_fp8=is_fp8)
-            self._prompt_graphs = PromptGraphs(run, sizes, self.pool.page_size, self.context_len, self.device, progress)
+            shape = self.pool.page_size, self.context_len
+            self._prompt_graphs = PromptGraphs(
+                run, sizes, *shape, self.device, progress, has_tails=self.tail_window > 0
+            )
 
     @property
     def prompt_sizes(self) -> PromptSizes:
@@ -332,7 +342,7 @@ class Engine:
             return
         table = [pages[0]] * (num_before // page_size) + pages + [pages[0]]
         self._ranks.announce(num_tokens * num_seqs)
-        computed = self.compute([BatchRow([0] * num_tokens, num_before, table)] * num_seqs)
+        computed = self.compute([BatchRow([0] * num_tokens, num_before, table, tail=())] * num_seqs)
         if self.drafter is not None:
             chunk = PromptChunk([0] * (num_before + num_tokens), num_before, num_before + num_tokens, table)
             with torch.inference_mode():
@@ -379,9 +389,35 @@ class Engine:
         return None if None in windows else max(filter(None, windows))
 
     @property
+    def tail_window(self) -> int:
+        """Positions that the target's layers with tail pages see; 0: it has no such layers."""
+        return tail_window(self.schema)
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page in the pools of this process."""
-        return self._page_bytes
+        """Bytes of one page in the pools of this process, tail pages not counted."""
+        return self._bytes_of(is_tail=False)
+
+    def bytes_of(self, num_pages: int) -> int:
+        """Return the bytes of the pools of this process with `num_pages` pages and the tail pages beside them."""
+        return num_pages * self.page_bytes + self._num_tails(num_pages) * self._bytes_of(is_tail=True)
+
+    def _bytes_of(self, *, is_tail: bool) -> int:
+        layouts = zip(kv_layouts(self.schema), are_tails(self.schema), strict=True)
+        return sum(layout.part_of(self.shard).page_bytes for layout, of_tail in layouts if of_tail == is_tail)
+
+    def _num_tails(self, num_pages: int) -> int:
+        """Return how many tail pages lie beside `num_pages` pages."""
+        if not self.tail_window:
+            return 0
+        return tails_beside(
+            num_pages,
+            self.tail_window,
+            self._config.page_size,
+            num_new=3 * (1 + self.speculation.shape.num_slots),
+            chunk_len=self._config.chunk(self.device.type),
+            max_running=self._config.max_running,
+        )
 
     @property
     def pool_bytes(self) -> int:
@@ -405,6 +441,7 @@ class Engine:
 
     def compute(self, rows: Sequence[BatchRow]) -> Computed:
         """Store the rows' KV; return their logits and the states that a drafter needs of their tokens."""
+        assert not self.tail_window or all(row.tail is not None for row in rows), "a row lacks its tail pages"
         computed = None
         if self._prompt_graphs is not None and len(set(self.lens)) <= 1:  # a graph has as many rows of each rank
             computed = self._prompt_graphs.compute(rows, *self.lens[:1])
@@ -477,14 +514,24 @@ class Engine:
             return submitted.read([state.params.num_logprobs for state in states])
 
     def copy_page(self, source: int, target: int) -> None:
-        """All pools' KV of one page into another."""
-        for pool in self._pools:
-            pool[:, target].copy_(pool[:, source])
+        """All pools' KV of one page into another. No tail page depends on a choice, so none is copied."""
+        for pool, is_tail in zip(self._pools, are_tails(self.schema), strict=True):
+            if not is_tail:
+                pool[:, target].copy_(pool[:, source])
 
-    def move_kv(self, block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    def move_kv(
+        self,
+        block_table: torch.Tensor,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        tail_table: torch.Tensor | None = None,
+    ) -> None:
         """Copy slots `sources` into slots `targets` in every pool of the target, as `move_slots_ref_` does in one."""
-        for pool in self.target_pools.all:
-            move_slots_(pool, block_table, sources, targets)
+        target = self.target_pools
+        tails = [target.further[name] for name in (WINDOW_POOL, WINDOW_VALUES) if name in target.further]
+        for pool in target.all:
+            has_tails = tail_table is not None and any(pool is each for each in tails)
+            move_slots_(pool, tail_table if has_tails and tail_table is not None else block_table, sources, targets)
 
 
 def use_threads(config: EngineConfig) -> None:
@@ -526,13 +573,16 @@ def _check_size(num_pages: int) -> None:
         raise ConfigError(f"num_pages {num_pages} is too small: use 3 or more (one of them is padding)")
 
 
-def _on_gpu(layouts: Sequence[KvLayout], num_pages: int, device: torch.device, *, is_given: bool) -> list[torch.Tensor]:
-    """Return pools of zeros on a GPU, one per layout, uint8 [num_layers, num_pages, page_layer_bytes]. Raises
-    ConfigError if they do not fit. `is_given`: the operator chose `num_pages`."""
+def _on_gpu(
+    layouts: Sequence[KvLayout], counts: Sequence[int], device: torch.device, *, is_given: bool
+) -> list[torch.Tensor]:
+    """Return pools of zeros on a GPU, one per layout, with its count of pages, uint8 [num_layers, num_pages,
+    page_layer_bytes]. Raises ConfigError if they do not fit. `is_given`: the operator chose the pages."""
+    pools = list(zip(layouts, counts, strict=True))
     with suppress(torch.OutOfMemoryError):
-        shapes = [(layout.num_layers, num_pages, layout.page_layer_bytes) for layout in layouts]
+        shapes = [(layout.num_layers, count, layout.page_layer_bytes) for layout, count in pools]
         return [pool_zeros(shape, torch.uint8, device) for shape in shapes]
-    needed = num_pages * sum(layout.page_bytes for layout in layouts)
+    num_pages, needed = counts[0], sum(count * layout.page_bytes for layout, count in pools)
     free = torch.cuda.mem_get_info(device)[0]
     has = f"{size_in_words(needed)}, and this GPU has {size_in_words(free)} free"
     if is_given:
@@ -556,16 +606,24 @@ def _of_owner(named: Mapping[str, torch.Tensor], owner: str) -> ModelPools:
     return ModelPools(named[owner], values=further.pop(VALUES, None), further=further)
 
 
-def _default_num_pages(context_len: int, schema: HandoffSchema, device: torch.device, num_nodes: int = 1) -> int:
+def _default_num_pages(
+    context_len: int,
+    schema: HandoffSchema,
+    device: torch.device,
+    num_nodes: int = 1,
+    num_tails: Callable[[int], int] = lambda _: 0,
+) -> int:
     """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's) for
-    the pools of `num_nodes` ranks together.
+    the pools of `num_nodes` ranks together. `num_tails` returns how many tail pages lie beside a number of pages.
 
     A node on a GPU with our compiled kernels takes what its share allows instead (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1
     free = available_memory()
     if kind_of(device).is_apart:
         free = min(free, torch.cuda.mem_get_info(device)[0])
-    num_pages = max(3, min(wanted, int(free * _MEMORY_SHARE) // (num_nodes * page_bytes(schema))))
+    kept, tail = page_bytes(schema), page_bytes(schema, of_tails=True)
+    share = int(free * _MEMORY_SHARE) // num_nodes
+    num_pages = max(3, min(wanted, pages_in(share, lambda num: num * kept + num_tails(num) * tail)))
     if num_pages * schema.page_size < context_len:
         logger.warning("memory for %d tokens only: longer requests will be refused", num_pages * schema.page_size)
     return num_pages

@@ -35,8 +35,10 @@ from .sampling.state import Needs, SamplingState
 class BatchRow:
     """New tokens of one sequence of a forward.
 
-    `pages` must cover position + len(input_ids) tokens; more is fine. Logits are wanted for the last `num_logits` of
-    the new tokens. The first `num_scored` of them score the token that follows them.
+    `pages` must cover position + len(input_ids) tokens; more is fine. `tail` has the tail page of each page of tokens,
+    if the model has such pages; those that no new token sees may be any. If it is empty, padding is written. Logits are
+    wanted for the last `num_logits` of the new tokens. The first `num_scored` of them score the token that follows
+    them.
     """
 
     input_ids: Sequence[int]
@@ -44,6 +46,7 @@ class BatchRow:
     pages: Sequence[int]
     num_logits: int = 1
     num_scored: int = 0
+    tail: Sequence[int] | None = None
 
 
 # --- rounds: what a decode node asks for ---
@@ -98,11 +101,13 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """New columns of a slot's block table: `pages` from column `first` on. Columns behind them hold no pages."""
+    """New columns of a slot's block tables: `pages` from column `first` on, and the tail pages beside them if the model
+    has such pages. Columns behind them hold no pages."""
 
     slot: int
     first: int
     pages: Sequence[int]
+    tail: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,13 @@ def make_scheduler(config: PrefillConfig, engine: Engine) -> PrefillScheduler:
     chunk behind them takes long, and the first token would come later than the second one gains. Ranks of a group have
     none either: a step takes as long as the longest chunk of all ranks."""
     has_tails = config.kv_dtype != "fp8" and engine.group_steps is None
-    return PrefillScheduler(engine.cache, config.max_running, config.chunk(engine.device.type), has_tails=has_tails)
+    return PrefillScheduler(
+        engine.cache,
+        config.max_running,
+        config.chunk(engine.device.type),
+        has_tails=has_tails,
+        tail_window=engine.tail_window,
+    )
 
 
 def _serve(config: PrefillConfig, rank: int, name: str, engine: Engine, ranked: RankedEngine | None = None) -> int:

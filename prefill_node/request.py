@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ..engine.sampling.state import SamplingState
 from ..engine.state.prefix_cache import Lease
+from ..engine.state.tail_pages import TailPages
 from ..metadata.wire.messages import Prefill
 from ..metadata.wire.node_info import Peer
 from ..metadata.wire.request import (
@@ -49,6 +50,8 @@ class Request:
     num_shared: int = (
         0  # pages from the start that no sampled token changes; each choice has its own copy of the others
     )
+    tail: TailPages | None = None  # pages of layers with a window; None: the model has none, or it holds no pages
+    kept_tails: list[int] | None = None  # the tail pages that are its own when all is submitted; None: before
     tail_copies: list[int] = field(default_factory=list)  # copies of the unshared pages, for all choices but the first
     num_cached: int = 0
     num_submitted: int = 0  # tokens with KV in `pages` for whatever is submitted to the device from now on
@@ -91,18 +94,37 @@ class Request:
         return self.pages[: self.num_shared] + self.tail_copies[(index - 1) * num_tail : index * num_tail]
 
     def start(
-        self, lease: Lease, own: Sequence[int], tail_copies: Sequence[int], num_shared: int, num_cached: int
+        self,
+        lease: Lease,
+        own: Sequence[int],
+        tail_copies: Sequence[int],
+        num_shared: int,
+        num_cached: int,
+        tail: TailPages | None = None,
     ) -> None:
-        """Take pages: those of `lease`, whose KV is computed already for `num_cached` tokens, then `own`."""
+        """Take pages: those of `lease`, whose KV is computed already for `num_cached` tokens, then `own`. `tail`: tail
+        pages beside them."""
         assert len(lease.pages) <= num_shared, (self.rid, len(lease.pages), num_shared)
         self.lease, self.pages, self.tail_copies = lease, [*lease.pages, *own], list(tail_copies)
-        self.num_shared = num_shared
+        self.num_shared, self.tail = num_shared, tail
         self.num_submitted = self.num_computed = self.num_cached = num_cached
         self.started = self._idle_since = time.monotonic()
 
+    @property
+    def own_tails(self) -> list[int]:
+        """The tail pages that it must free."""
+        if self.kept_tails is not None:
+            return self.kept_tails
+        return [] if self.tail is None else self.tail.own
+
+    def keep_tail(self, own: list[int]) -> None:
+        """The prefix cache, or the pool, has got all tail pages but `own`."""
+        self.kept_tails = own
+
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""
-        self.lease, self.pages, self.tail_copies = None, [], []
+        self.lease, self.pages, self.tail, self.tail_copies = None, [], None, []
+        self.kept_tails = None
 
     def submit_chunk(self, num_tokens: int) -> None:
         """Record that the device was asked to compute the next `num_tokens` tokens."""

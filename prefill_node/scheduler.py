@@ -12,11 +12,12 @@ chunk_length.py decides how many tokens a step computes, and how many prompts sh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import PrefixCache
+from ..engine.state.tail_pages import TailPages, most_tails, tails_before
 from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.schema.schema import pages_of, prefill_pages, shared_pages
@@ -42,11 +43,23 @@ StepPlan = list[PlannedChunk]
 class PrefillScheduler:
     """Owns the waiting, computing and handing-over requests and all pages that they hold."""
 
-    def __init__(self, cache: PrefixCache, max_running: int, chunk_tokens: int, *, has_tails: bool = False) -> None:
-        """`has_tails`: long prompts are divided."""
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_running: int,
+        chunk_tokens: int,
+        *,
+        has_tails: bool = False,
+        tail_window: int = 0,
+    ) -> None:
+        """`has_tails`: long prompts are divided. `tail_window`: positions that the layers with tail pages see; 0: there
+        are no such layers."""
         self._length = ChunkLength[Request](chunk_tokens, has_tails=has_tails)
         self.cache = cache
         self.page_size = cache.pool.page_size
+        self._tail_window = tail_window
+        self._tails_before = tails_before(tail_window, self.page_size)
+        self._most_tails = most_tails(tail_window, chunk_tokens, self.page_size) if tail_window else 0
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.waiting: deque[Request] = deque()
@@ -86,7 +99,8 @@ class PrefillScheduler:
             if request.generation.prompt_logprobs:  # of every token of the prompt but the first
                 num_scored = max(0, min(num_new, request.prompt_len - 1 - start))
             ids = request.token_ids[start : start + num_new]
-            row = BatchRow(ids, start, request.pages, int(is_last), num_scored)
+            tail = self._tail_of(request, start + num_new)
+            row = BatchRow(ids, start, request.pages, int(is_last), num_scored, tail)
             plan.append(PlannedChunk(request, row))
             budget -= num_new
         return plan
@@ -98,6 +112,12 @@ class PrefillScheduler:
         self.handing_over.append(request)
         num_full = len(request.token_ids) // self.page_size
         self.cache.insert(request.token_ids, request.pages[:num_full], request.cache_salt, request.lease)
+        if request.tail is not None:  # what the first round reads stays
+            tail, read = request.tail, max(0, len(request.token_ids) - self._tail_window + 1) // self.page_size
+            taken = self.cache.give_tails(request.lease, tail.first, tail.own, min(read, num_full - self._tails_before))
+            own, unread = tail.rest(taken), tail.rest(taken, read)
+            self.cache.pool.release(unread)
+            request.keep_tail(own[len(unread) :])
 
     def stop(self, request: Request) -> None:
         """Compute no more of a request that has no choices left. It keeps its pages until its tickets end."""
@@ -115,6 +135,7 @@ class PrefillScheduler:
         if request.lease is not None:
             self.cache.release(request.lease, request.pages)
             self.cache.pool.release(request.tail_copies)
+            self.cache.pool.release(request.own_tails)
             request.give_up_pages()
 
     def find(self, rid: str, attempt: int) -> list[Request]:
@@ -146,19 +167,47 @@ class PrefillScheduler:
     def _take_pages(self, request: Request) -> bool:
         """Give the request all its pages, cached ones first, or none (False)."""
         num_tokens = len(request.token_ids)
-        lease = self.cache.acquire(request.token_ids, request.cache_salt, self._most_cached(request))
-        owner = Owner.REQUEST if request.decode is None else Owner.TICKET
-        num_own = pages_of(num_tokens, self.page_size) - len(lease.pages)
+        lease = self.cache.acquire(
+            request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
+        )
+        owner = _owner(request)
+        num_pages = pages_of(num_tokens, self.page_size)
+        num_own = num_pages - len(lease.pages)
+        num_tails = min(num_own, self._most_tails)
         try:
+            if num_tails > self.cache.available_tails:
+                raise OutOfPages(f"{num_tails} tail pages were asked for")
             own = self.cache.allocate(self.num_pages(request) - len(lease.pages), owner)
         except OutOfPages:
             self.cache.release(lease)
             return False
+        tail = None
+        if self._tail_window:
+            tail = TailPages.behind(self.cache.pool.num_pages, len(lease.pages), lease.tail_pages)
+            tail.extend(len(lease.pages) + num_tails, self.cache.allocate_tails(num_tails, owner))
         num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
-        request.start(lease, own[:num_own], own[num_own:], num_shared, len(lease.pages) * self.page_size)
+        request.start(lease, own[:num_own], own[num_own:], num_shared, len(lease.pages) * self.page_size, tail)
         return True
+
+    def _tail_of(self, request: Request, num_tokens: int) -> Sequence[int] | None:
+        """Return the request's table of tail pages, which reaches the first `num_tokens` tokens."""
+        if request.tail is None:
+            return None
+        tail, end = request.tail, pages_of(num_tokens, self.page_size)
+        if passed := tail.passed(end, 0):  # the prefix cache gets them, and the request others in their place
+            assert request.lease is not None, request.rid
+            self.cache.insert(request.token_ids, request.pages[: passed.stop], request.cache_salt, request.lease)
+            tails = self.cache.exchange_tails(request.lease, passed.start, tail.numbers(passed), _owner(request))
+            tail.replace(passed.start, tails)
+        tail.extend(end, ())
+        return tail.pages
 
     def _most_cached(self, request: Request) -> int:
         """Return how many pages may come from the prefix cache. A request that asks for log-probabilities of its prompt
         computes every position."""
         return 0 if request.generation.prompt_logprobs else (len(request.token_ids) - 1) // self.page_size
+
+
+def _owner(request: Request) -> Owner:
+    """Return the kind of owner that a request's pages have."""
+    return Owner.REQUEST if request.decode is None else Owner.TICKET

@@ -50,6 +50,7 @@ class Tickets:
         if request.decode is None:
             return
         num_pages = -(-len(request.token_ids) // self._pool.page_size)
+        num_pages += len(self._handoff.tail_pages(len(request.token_ids)))
         for unit in request.choices:
             self._handoff.open(unit, num_pages, request.decode.epoch)
             self._requests[unit] = request
@@ -98,9 +99,13 @@ class Tickets:
         self._handoff.digest(pages, self._generations(pages))
 
     def offer_last(self, end: PromptEnd, rows: Mapping[Unit, bytes]) -> None:
-        """Offer the last pages of a prompt, with the metadata rows of the choices that go on."""
-        block_tables = dict(zip(end.units, end.block_tables, strict=True))
-        self._offer(end.request, len(end.request.pages), block_tables, rows)
+        """Offer the last pages of a prompt, with the metadata rows of the choices that go on, and its tail pages, which
+        all choices share."""
+        request, tails = end.request, list[int]()
+        if request.tail is not None:
+            tails = request.tail.numbers(self._handoff.tail_pages(len(request.token_ids)))
+        tables = ([*table, *tails] for table in end.block_tables)
+        self._offer(request, len(request.pages) + len(tails), dict(zip(end.units, tables, strict=True)), rows)
 
     def _offer(
         self,

@@ -45,13 +45,14 @@ from .paged import begin_paged, paged_queries
 from .picked import PickedAttention
 from .pool_rows import PoolRows
 
+Rotary = Callable[[torch.Tensor, torch.dtype], CosSin]  # a RotaryEmbedding, or one that keeps what it has made
 _Queries = Callable[[torch.Tensor, int], torch.Tensor]
 _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 
 
 def begin_attention(
     config: ModelConfig,
-    rotary: RotaryEmbedding,
+    rotary: Rotary,
     batch: ForwardBatch | JointBatch,
     pools: ModelPools,
     dtype: torch.dtype,
@@ -59,12 +60,13 @@ def begin_attention(
     """Return the context of a forward over `pools`, which are on the model's device. `dtype` is that of the model. The
     pool of KV is of `dtype` or e4m3 (kernels/state/fp8_pages.py)."""
     context = _begin(config, rotary, batch, pools, dtype)
-    return FurtherPools(context, PoolRows.of(batch, pools.further)) if pools.further else context
+    seen = batch.of_tails() if config.has_tail else batch
+    return FurtherPools(context, PoolRows.of(seen, pools.further)) if pools.further else context
 
 
 def _begin(
     config: ModelConfig,
-    rotary: RotaryEmbedding,
+    rotary: Rotary,
     batch: ForwardBatch | JointBatch,
     pools: ModelPools,
     dtype: torch.dtype,

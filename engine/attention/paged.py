@@ -39,7 +39,8 @@ def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos
             return _PagedPicks(config, plan, turns, sight, kv_layers, pools.further[INDEX])
         pieces = LatentPieces.of(batch, config.latent, config.num_heads, kv.itemsize)
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
-    prompts = PromptPieces.of(batch, kv, cos.dtype) if set(config.sliding_window) == {None} else None
+    fuses = set(config.sliding_window) == {None} and not config.has_sinks
+    prompts = PromptPieces.of(batch, kv, cos.dtype) if fuses else None
     return _PagedAttention(config, _plan(batch), prompts, kv_layers, pools.value_layers, cos, sin)
 
 

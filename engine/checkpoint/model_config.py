@@ -154,8 +154,8 @@ class DeltaConfig:
         heads, width = self.num_key_heads, self.num_channels + 2 * self.num_shared
         size = self.num_shared * self.key_dim * self.value_dim
         return (
-            Further(DELTA_ROWS, self.layers, width, heads),
-            Further(DELTA_STATES, self.layers, size, heads, "float32", per_block=True),
+            Further(DELTA_ROWS, self.layers, width, heads, is_tail=True),
+            Further(DELTA_STATES, self.layers, size, heads, "float32", per_block=True, is_tail=True),
         )
 
 
@@ -176,6 +176,7 @@ class Further:
     num_heads: int = 1  # if there are fewer than ranks, several ranks hold the same head
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: of the model's attention
     per_block: bool = False  # the rows of a block (`delta_block`) have `width` numbers together
+    is_tail: bool = False  # layers read rows of their own block of tokens and the one before alone
 
     def row_width(self, page_size: int) -> int:
         """Return the numbers of one head in the row of a token."""
@@ -220,6 +221,7 @@ class ModelConfig:
     window: WindowConfig | None = None  # None: layers with a window are as the others
     gemma4: Gemma4Config | None = None
     softcap: float | None = None  # logits are cap * tanh(logits / cap)
+    has_tail: bool = False  # the pool of layers with a window has tail pages
     further: tuple[Further, ...] = ()  # pools beside that of KV
     delta: DeltaConfig | None = None  # None: all layers have attention
     has_output_gate: bool = False  # the projection of queries also gives a gate of what a head attends to
@@ -246,13 +248,7 @@ class ModelConfig:
         """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
         if self.delta is not None:
             return "a gated delta rule"
-        if self.index is not None:
-            return "attention to the tokens that an indexer picks"
-        if self.value_dim is not None:
-            return "attention with values narrower than keys"
-        if self.gemma4 is not None and self.experts is not None:
-            return "experts with GELU"
-        return "attention with heads of more than 256 numbers" if self.latent is None and self.head_dim > 256 else None
+        return "GELU in experts" if self.gemma4 is not None and self.experts is not None else None
 
     @property
     def q_size(self) -> int:
@@ -304,13 +300,29 @@ class ModelConfig:
         num_layers = len(self._stored(is_windowed=False))
         return replace(self, num_layers=num_layers, sliding_window=(None,) * num_layers, delta=None)
 
+    @property
+    def tail_window(self) -> int:
+        """Positions that the layers with tail pages see, their own included; 0: there are no such layers."""
+        return max(filter(None, self.sliding_window), default=0) if self.has_tail else 0
+
+    def with_tail(self) -> ModelConfig:
+        """Return the configuration with tail pages, if some layers read back a little way, and others see all
+        positions."""
+        if self.delta is not None:
+            return replace(self, has_tail=True)
+        is_mixed = None in self.sliding_window and set(self.sliding_window) != {None}
+        if not is_mixed or self.latent is not None:
+            return self
+        window = self.window or WindowConfig(self.rope, self.num_kv_heads, self.head_dim, has_pool=True)
+        return replace(self, window=replace(window, has_pool=True), has_tail=True)
+
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
         window. Each has the layers of its pool."""
         window = self.window
         assert window is not None, "all layers are alike"
         sizes = [len(self._stored(is_windowed=each)) for each in (False, True)]
-        plain = replace(self, window=None, gemma4=None)
+        plain = replace(self, window=None, gemma4=None, has_tail=False)
         unbounded = replace(plain, num_layers=sizes[0], sliding_window=(None,) * sizes[0])
         windows = (max(filter(None, self.sliding_window), default=None),) * sizes[1]
         heads = {"num_kv_heads": window.num_kv_heads, "head_dim": window.head_dim}
@@ -360,15 +372,16 @@ class ModelConfig:
                 each.name,
                 len(each.layers),
                 (KvPlane(each.name, each.num_heads, each.row_width(page_size), each.dtype or dtype),),
+                2 * delta_block(page_size) if self.has_tail and each.is_tail else 0,
             )
             for each in self.further
         ]
-        kinds = self.by_window() if self.has_window_pool else (self.of_attention,)
-        further += [FurtherPool(WINDOW_POOL, kind.num_layers, planes(kind)) for kind in kinds[1:]]
+        kinds, window = self.by_window() if self.has_window_pool else (self.of_attention,), self.tail_window
+        further += [FurtherPool(WINDOW_POOL, kind.num_layers, planes(kind), window) for kind in kinds[1:]]
         if self.value_dim is not None:
             further += [
-                FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),))
-                for name, kind in zip((VALUES, WINDOW_VALUES), kinds, strict=False)
+                FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),), seen)
+                for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (0, window), strict=False)
             ]
         return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 

@@ -115,6 +115,7 @@ class RoundRows:
     sampling: SamplingBatch  # of the token at L + 1
     draft: DraftState
     proposed: Tensor | None = None  # [num_seqs, max_steps] int64, by a drafter that proposes on the host
+    tail_table: Tensor | None = None  # as block_table, of tail pages; None: the target has none
 
     @property
     def was_drafted(self) -> bool:

@@ -9,6 +9,7 @@ hidden = norm(h);  logits = lm_head(hidden)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -131,9 +132,11 @@ class DecoderModel:
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
         kinds = (config.of_attention,) if config.window is None else config.by_window()
-        self._kinds = tuple(
-            (each, RotaryEmbedding(each.rope, each.rotated_size, self.device, each.rotary_dim)) for each in kinds
-        )
+        rotaries = {
+            turn: RotaryEmbedding(turn[0], turn[1], self.device, turn[2])
+            for turn in ((each.rope, each.rotated_size, each.rotary_dim) for each in kinds)
+        }
+        self._kinds = tuple((each, rotaries[each.rope, each.rotated_size, each.rotary_dim]) for each in kinds)
 
     @property
     def handoff_hidden_size(self) -> int:
@@ -157,12 +160,16 @@ class DecoderModel:
     def begin(self, batch: ForwardBatch | JointBatch, pools: ModelPools) -> AttentionContext:
         """Return what the attention layers of one forward share."""
         assert pools.kv.dtype in (self.dtype, E4M3), (pools.kv.dtype, self.dtype)
-        of_kinds = (pools,) if len(self._kinds) == 1 else pools.by_window
+        if len(self._kinds) == 1:
+            [(config, rotary)] = self._kinds
+            return begin_attention(config, rotary, batch, pools, self.dtype)
+        batches = [batch, batch.of_tails() if self.config.has_tail else batch]
+        turns = {rotary: functools.cache(rotary) for _, rotary in self._kinds}  # kinds that turn alike share the angles
         contexts = [
-            begin_attention(config, rotary, batch, own, self.dtype)
-            for (config, rotary), own in zip(self._kinds, of_kinds, strict=True)
+            begin_attention(config, turns[rotary], seen, own, self.dtype)
+            for (config, rotary), seen, own in zip(self._kinds, batches, pools.by_window, strict=True)
         ]
-        return contexts[0] if len(contexts) == 1 else AttentionByWindow(*contexts)
+        return AttentionByWindow(*contexts)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings of `token_ids` [num_tokens] int64: [num_tokens, hidden_size], a new tensor."""

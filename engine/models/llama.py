@@ -112,7 +112,7 @@ def read_attention(
         )
     sinks = read_sinks(config, weights, f"{prefix}.sinks", weights.ranks.shard(split)) if config.has_sinks else None
     attention = Attention(
-        index,
+        config.kv_place(index),
         weights.fused(sizes, in_size, bias=config.qkv_bias, split=split, orders=orders),
         norms,
         config.sliding_window[index],

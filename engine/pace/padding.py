@@ -46,7 +46,7 @@ def padding_chunk(num_tokens: int, page_size: int) -> Recompute:
     """Return a chunk of `num_tokens` tokens that are all padding: their KV goes to page 0, which no sequence has."""
     token_ids = [0] * (num_tokens + 1)
     pages = [0] * -(-len(token_ids) // page_size)
-    return Recompute([BatchRow(token_ids[:-1], 0, pages, 0)], [token_ids])
+    return Recompute([BatchRow(token_ids[:-1], 0, pages, 0, tail=())], [token_ids])
 
 
 def measure_round(executor: Executor, num_seqs: int, num_steps: int) -> float:
@@ -92,7 +92,7 @@ def measure_prompt(prompts: PromptExecutor, page_size: int, num_tokens: int) -> 
     The tokens differ, since equal ones would all choose the same experts of a mixture. No prompt ends in the chunk, and
     drafters read one token beyond it."""
     token_ids = [_STEP * index % prompts.vocab_size for index in range(num_tokens + 1)]
-    row = BatchRow(token_ids[:-1], 0, [0] * -(-len(token_ids) // page_size), 0)
+    row = BatchRow(token_ids[:-1], 0, [0] * -(-len(token_ids) // page_size), 0, tail=())
     started = time.monotonic()
     prompts.submit(Chunk([ChunkRow(_KEY, token_ids, row, 0)], [])).wait()
     seconds = time.monotonic() - started

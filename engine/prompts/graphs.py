@@ -37,26 +37,43 @@ class PromptInputs(NamedTuple):
     starts: Tensor  # [MAX_SEQS + 2] int64
     logit_rows: Tensor  # [MAX_SEQS] int64
     block_table: Tensor  # [MAX_SEQS + 1, num_columns] int64
+    tail_table: Tensor  # likewise, of tail pages; without columns if the model has none
 
     @classmethod
     def allocate(
-        cls, num_tokens: int, num_columns: int, device: torch.device | str, *, pinned: bool = False
+        cls,
+        num_tokens: int,
+        num_columns: int,
+        device: torch.device | str,
+        *,
+        pinned: bool = False,
+        has_tails: bool = False,
     ) -> PromptInputs:
         """Return zeros for a chunk of `num_tokens` tokens, padding included."""
-        sizes = [num_tokens, num_tokens, MAX_SEQS + 1, MAX_SEQS + 2, MAX_SEQS, (MAX_SEQS + 1) * num_columns]
+        num_tails = num_columns if has_tails else 0
+        sizes = [num_tokens, num_tokens, MAX_SEQS + 1, MAX_SEQS + 2, MAX_SEQS]
+        sizes += [(MAX_SEQS + 1) * num for num in (num_columns, num_tails)]
         offsets = aligned(sizes)
         block = torch.zeros(offsets[-1], dtype=torch.int64, device=device, pin_memory=pinned)
         parts = (block[offset : offset + size] for offset, size in zip(offsets, sizes, strict=False))
-        ids, positions, seq_lens, starts, logit_rows, table = parts
-        return cls(block, ids, positions, seq_lens, starts, logit_rows, table.view(MAX_SEQS + 1, num_columns))
+        ids, positions, seq_lens, starts, logit_rows, table, tails = parts
+        tables = table.view(MAX_SEQS + 1, num_columns), tails.view(MAX_SEQS + 1, num_tails)
+        return cls(block, ids, positions, seq_lens, starts, logit_rows, *tables)
 
     @classmethod
     def of(
-        cls, rows: Sequence[BatchRow], page_size: int, num_tokens: int, num_columns: int, *, pinned: bool = False
+        cls,
+        rows: Sequence[BatchRow],
+        page_size: int,
+        num_tokens: int,
+        num_columns: int,
+        *,
+        pinned: bool = False,
+        has_tails: bool = False,
     ) -> PromptInputs:
         """Return the inputs of a chunk in host memory. Its `rows` lie end to end; there may be none."""
-        inputs = cls.allocate(num_tokens, num_columns, "cpu", pinned=pinned)
-        ids, positions, seq_lens, starts, logit_rows, table = (each.numpy() for each in inputs[1:])
+        inputs = cls.allocate(num_tokens, num_columns, "cpu", pinned=pinned, has_tails=has_tails)
+        ids, positions, seq_lens, starts, logit_rows, table, tails = (each.numpy() for each in inputs[1:])
         stops = list(itertools.accumulate(len(row.input_ids) for row in rows))
         assert len(rows) <= MAX_SEQS and (not stops or stops[-1] <= num_tokens), (len(rows), stops, num_tokens)
         for i, (row, stop) in enumerate(zip(rows, stops, strict=True)):
@@ -65,6 +82,8 @@ class PromptInputs(NamedTuple):
             assert start < stop and len(row.pages) >= num_pages, f"{len(row.pages)} pages for {seq_len} of row {i}"
             ids[start:stop], positions[start:stop] = row.input_ids, range(row.position, seq_len)
             seq_lens[i], table[i, :num_pages] = seq_len, row.pages[:num_pages]
+            if has_tails and row.tail:
+                tails[i, :num_pages] = row.tail[:num_pages]
         starts[1 : len(rows) + 1], starts[len(rows) + 1 :] = stops, stops[-1] if stops else 0
         starts[-1] = num_tokens
         ends = [stop - 1 for row, stop in zip(rows, stops, strict=True) if row.num_logits]
@@ -83,6 +102,7 @@ class PromptInputs(NamedTuple):
             logit_rows=self.logit_rows,
             page_size=page_size,
             starts=self.starts.int(),
+            tail_table=self.tail_table if self.tail_table.shape[1] else None,
         )
 
 
@@ -110,11 +130,13 @@ class PromptGraphs:
         context_len: int,
         device: torch.device,
         progress: Progress | None = None,
+        *,
+        has_tails: bool = False,
     ) -> None:
         """Capture buckets of `sizes` tokens on `device`, the largest first, so that the others fit in its memory.
         `progress` counts them. `run` must not read any tensor on the host."""
         self._run, self._device = run, device
-        self._page_size = page_size
+        self._page_size, self._has_tails = page_size, has_tails
         self._num_columns = -(-context_len // page_size)
         self.sizes = PromptSizes(sorted(sizes), self._num_columns * page_size)
         self._pool = torch.cuda.graph_pool_handle()
@@ -137,14 +159,16 @@ class PromptGraphs:
         if size not in self._captured:
             return None
         found = self._captured[size]
-        inputs = PromptInputs.of(rows, self._page_size, size, self._num_columns, pinned=kind_of(self._device).is_apart)
+        sizes, is_pinned = (self._page_size, size, self._num_columns), kind_of(self._device).is_apart
+        inputs = PromptInputs.of(rows, *sizes, pinned=is_pinned, has_tails=self._has_tails)
         found.inputs.block.copy_(inputs.block, non_blocking=True)
         found.graph.replay()
         return own(found.computed, rows)
 
     def _capture(self, size: int) -> _Captured:
-        inputs = PromptInputs.allocate(size, self._num_columns, self._device)
-        inputs.block.copy_(PromptInputs.of((), self._page_size, size, self._num_columns).block)
+        inputs = PromptInputs.allocate(size, self._num_columns, self._device, has_tails=self._has_tails)
+        sizes = self._page_size, size, self._num_columns
+        inputs.block.copy_(PromptInputs.of((), *sizes, has_tails=self._has_tails).block)
         with torch.inference_mode():
             graph, computed = captured(lambda: self._run(inputs.batch(self._page_size)), self._pool)
         return _Captured(graph, inputs, computed)

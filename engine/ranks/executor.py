@@ -63,6 +63,10 @@ class RankExecutor:
         return self._own.window
 
     @property
+    def tail_window(self) -> int:
+        return self._own.tail_window
+
+    @property
     def runs_ahead(self) -> bool:
         return self._own.runs_ahead
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,11 +36,18 @@ class ForwardBatch:
     prefix_lens: tuple[
         int, ...
     ] = ()  # per sequence: tokens before the new ones; empty where the host does not know lengths: rounds, graphs
+    tail_table: torch.Tensor | None = None  # likewise, of tail pages; None: of padding, or the model has none
     attention: Callable[..., Any] | None = None  # (config, rotary) -> what attends without pages, in training
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
+
+    def of_tails(self) -> ForwardBatch:
+        """Return the batch as layers with tail pages see it."""
+        return replace(
+            self, block_table=torch.zeros_like(self.block_table) if self.tail_table is None else self.tail_table
+        )
 
     @classmethod
     def build(cls, rows: Sequence[BatchRow], page_size: int, device: torch.device | str) -> ForwardBatch:
@@ -50,6 +57,7 @@ class ForwardBatch:
         num_pages = [-(-seq_len // page_size) for seq_len in seq_lens]
         starts = [0, *itertools.accumulate(query_lens)]
         table = np.zeros((len(rows), max(num_pages, default=0)), dtype=np.int64)
+        tails = np.zeros_like(table) if any(row.tail for row in rows) else None
         ids = np.empty(starts[-1], dtype=np.int64)
         positions = np.empty(starts[-1], dtype=np.int64)
         logit_rows: list[int] = []
@@ -58,9 +66,13 @@ class ForwardBatch:
             assert len(row.pages) >= num_pages[i], f"{len(row.pages)} pages for {seq_lens[i]} tokens of row {i}"
             new = slice(starts[i], starts[i + 1])
             table[i, : num_pages[i]] = row.pages[: num_pages[i]]
+            if tails is not None and row.tail:
+                assert len(row.tail) >= num_pages[i], f"{len(row.tail)} tail pages for {seq_lens[i]} tokens of row {i}"
+                tails[i, : num_pages[i]] = row.tail[: num_pages[i]]
             ids[new], positions[new] = row.input_ids, np.arange(row.position, seq_lens[i])
             logit_rows.extend(range(starts[i + 1] - row.num_logits, starts[i + 1]))
-        on_device = upload([ids, positions, seq_lens, table, logit_rows, starts], device)
+        numbers = [ids, positions, seq_lens, table, logit_rows, starts]
+        on_device = upload(numbers if tails is None else [*numbers, tails], device)
         return cls(
             input_ids=on_device[0],
             positions=on_device[1],
@@ -71,6 +83,7 @@ class ForwardBatch:
             page_size=page_size,
             starts=on_device[5].int(),
             prefix_lens=tuple(row.position for row in rows),
+            tail_table=None if tails is None else on_device[6],
         )
 
     @classmethod
@@ -82,6 +95,7 @@ class ForwardBatch:
         block_table: torch.Tensor,
         page_size: int,
         tree: Tree | None = None,
+        tail_table: torch.Tensor | None = None,
     ) -> ForwardBatch:
         """Return the batch of sequences that have equally many new tokens, each in its last slots. All logits are
         wanted.
@@ -99,6 +113,7 @@ class ForwardBatch:
             logit_rows=None,
             page_size=page_size,
             tree=tree,
+            tail_table=tail_table,
         )
 
     def attention_plan(
@@ -127,6 +142,10 @@ class JointBatch:
     first: ForwardBatch
     second: ForwardBatch
     input_ids: torch.Tensor  # [num_tokens] int64, of both
+
+    def of_tails(self) -> JointBatch:
+        """Return the batches as layers with tail pages see them."""
+        return JointBatch(self.first.of_tails(), self.second.of_tails(), self.input_ids)
 
     @classmethod
     def of(cls, first: ForwardBatch, second: ForwardBatch) -> JointBatch:

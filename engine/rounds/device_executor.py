@@ -117,6 +117,7 @@ class DeviceExecutor:
             num_spare=-(-2 * self.shape.num_slots // page_size) + 1,
             max_steps=self.shape.num_steps,
             device=engine.device,
+            has_tails=engine.tail_window > 0,
         )
         self._masks = RoundMasks(engine.grammars, pinned=engine.kind.is_apart)
         self._graphs: _Graphs | None = None
@@ -162,6 +163,10 @@ class DeviceExecutor:
     @property
     def window(self) -> int | None:
         return self.engine.window
+
+    @property
+    def tail_window(self) -> int:
+        return self.engine.tail_window
 
     @property
     def _captures(self) -> bool:

@@ -78,6 +78,11 @@ class Executor(Protocol):
         ...
 
     @property
+    def tail_window(self) -> int:
+        """Positions that the target's layers with tail pages see; 0: it has no such layers."""
+        ...
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether the device works while the host goes on, so that rounds may overlap."""
         ...

@@ -21,29 +21,43 @@ from .slots import missed_row
 
 
 class BlockTables:
-    """Owns one row of page numbers per slot, on the host. Schedulers send changed columns only, and a round copies
-    whole rows. Columns behind a slot's pages are 0, the padding page."""
+    """Owns one row of page numbers per slot, on the host, and one of tail pages if the model has such pages. Schedulers
+    send changed columns only, and a round copies whole rows. Columns behind a slot's pages are 0, the padding page."""
 
-    def __init__(self, num_slots: int, num_columns: int) -> None:
+    def __init__(self, num_slots: int, num_columns: int, *, has_tails: bool = False) -> None:
         self.num_columns = num_columns
         self._pages = np.zeros((num_slots, num_columns), dtype=np.int64)
+        self._tails = np.zeros_like(self._pages) if has_tails else None
         self._num_pages = [0] * num_slots
 
     def apply(self, changes: Sequence[TableChange]) -> None:
         """Write the changed columns, and clear those behind them."""
         for change in changes:
-            row, end = self._pages[change.slot], change.first + len(change.pages)
+            end = change.first + len(change.pages)
             assert change.first <= self._num_pages[change.slot] and end <= self.num_columns, (change.first, end)
-            row[change.first : end] = change.pages
-            row[end : max(end, self._num_pages[change.slot])] = 0
+            self._write(self._pages, change, change.pages)
+            if self._tails is not None:
+                self._write(self._tails, change, change.tail or ())
             self._num_pages[change.slot] = end
 
-    def copy_rows(self, slots: Sequence[int], table: NDArray[np.int64]) -> None:
-        """Copy the first columns of each slot's row to `table` [num_rows, num_columns], and clear the rows behind."""
+    def copy_rows(
+        self, slots: Sequence[int], table: NDArray[np.int64], tail_table: NDArray[np.int64] | None = None
+    ) -> None:
+        """Copy the first columns of each slot's row to `table` [num_rows, num_columns], and clear the rows behind.
+        `tail_table`: likewise, of tail pages."""
         num_columns = table.shape[1]
-        for row, slot in enumerate(slots):
-            table[row] = self._pages[slot, :num_columns]
-        table[len(slots) :] = 0
+        for source, target in ((self._pages, table), (self._tails, tail_table)):
+            if source is None or target is None:
+                continue
+            for row, slot in enumerate(slots):
+                target[row] = source[slot, :num_columns]
+            target[len(slots) :] = 0
+
+    def _write(self, rows: NDArray[np.int64], change: TableChange, pages: Sequence[int]) -> None:
+        """Write one change to a slot's row of a table, before its length is noted."""
+        row, end = rows[change.slot], change.first + len(change.pages)
+        row[change.first : end] = pages
+        row[end : max(end, self._num_pages[change.slot])] = 0
 
 
 _PER_SEQUENCE = 3  # columns of one number
@@ -57,6 +71,7 @@ class RoundInputs(NamedTuple):
     missed_rows: Tensor  # [num_seqs] int64, where a row that the drafter does not see is kept (Slots.missed_row)
     proposed: Tensor  # [num_seqs, max_steps] int64, by a drafter on the host
     block_table: Tensor  # [num_seqs, num_columns] int64
+    tail_table: Tensor | None  # likewise, of tail pages; None: the model has none. It is a block of its own
 
 
 class CatchUpInputs(NamedTuple):
@@ -76,6 +91,7 @@ class HostInputs(NamedTuple):
     kept_rows: NDArray[np.int64]  # [num_seqs], `missed_rows` of a round or `first_rows` of catching up
     proposed: NDArray[np.int64]  # [num_seqs, max_steps], of a round
     block_table: NDArray[np.int64]  # [num_seqs, num_columns]
+    tail_table: NDArray[np.int64] | None  # likewise
 
 
 class InputBlock(NamedTuple):
@@ -84,15 +100,26 @@ class InputBlock(NamedTuple):
     block: Tensor  # [num_seqs, 3 + max_steps + num_columns] int64
     max_steps: int
     num_used: int  # columns of `block` that the step may read; what others hold is of a step before
+    tails: Tensor | None = None  # [num_seqs, num_columns] int64, the table of tail pages; None: the model has none
 
     @classmethod
     def allocate(
-        cls, num_seqs: int, num_columns: int, max_steps: int, device: torch.device | str, *, pinned: bool = False
+        cls,
+        num_seqs: int,
+        num_columns: int,
+        max_steps: int,
+        device: torch.device | str,
+        *,
+        pinned: bool = False,
+        has_tails: bool = False,
     ) -> InputBlock:
         """Return zeros."""
         width = _PER_SEQUENCE + max_steps + num_columns
         block = torch.zeros(num_seqs, width, dtype=torch.int64, device=device, pin_memory=pinned)
-        return cls(block, max_steps, width)
+        tails = None
+        if has_tails:
+            tails = torch.zeros(num_seqs, num_columns, dtype=torch.int64, device=device, pin_memory=pinned)
+        return cls(block, max_steps, width, tails)
 
     @property
     def num_seqs(self) -> int:
@@ -101,6 +128,8 @@ class InputBlock(NamedTuple):
     def fill_with_padding(self, slot: int) -> None:
         """Make every row one of padding, whose slot is `slot`; rows that the drafter does not see go to its place."""
         self.block.zero_()
+        if self.tails is not None:
+            self.tails.zero_()
         inputs = self.for_round
         inputs.slots.fill_(slot)
         inputs.missed_rows.fill_(slot * (MAX_MISSED + 1))
@@ -109,7 +138,7 @@ class InputBlock(NamedTuple):
     def for_round(self) -> RoundInputs:
         slots, limits, missed_rows = self.block[:, :_PER_SEQUENCE].unbind(1)
         proposed, table = self.block[:, _PER_SEQUENCE:].tensor_split((self.max_steps,), dim=1)
-        return RoundInputs(slots, limits, missed_rows, proposed, table)
+        return RoundInputs(slots, limits, missed_rows, proposed, table, self.tails)
 
     @property
     def for_catch_up(self) -> CatchUpInputs:
@@ -120,7 +149,8 @@ class InputBlock(NamedTuple):
     def on_host(self) -> HostInputs:
         """The inputs of a block in the memory of the host."""
         block, first = self.block.numpy(), _PER_SEQUENCE + self.max_steps
-        return HostInputs(block[:, 0], block[:, 1], block[:, 2], block[:, _PER_SEQUENCE:first], block[:, first:])
+        tails = None if self.tails is None else self.tails.numpy()
+        return HostInputs(block[:, 0], block[:, 1], block[:, 2], block[:, _PER_SEQUENCE:first], block[:, first:], tails)
 
     def using(self, num_columns: int) -> InputBlock:
         """Return the same block, with so many columns of the table in use."""
@@ -130,11 +160,14 @@ class InputBlock(NamedTuple):
         """Return a copy on `device`, or the same block if it is there."""
         if self.block.device == device:
             return self
-        return self._replace(block=to_device(self.block, device))
+        tails = None if self.tails is None else to_device(self.tails, device)
+        return self._replace(block=to_device(self.block, device), tails=tails)
 
     def copy_(self, source: InputBlock) -> None:
         """Copy the columns in use from pinned memory to the device."""
         copy_columns_(self.block, source.block, source.num_used)
+        if self.tails is not None and source.tails is not None:
+            copy_columns_(self.tails, source.tails, source.num_used - _PER_SEQUENCE - self.max_steps)
 
 
 class Buckets:
@@ -151,6 +184,7 @@ class Buckets:
         num_spare: int,
         max_steps: int,
         device: torch.device,
+        has_tails: bool = False,
     ) -> None:
         """`num_blocks` per bucket. Block tables have `num_columns`; a step may reach `num_spare` columns behind the
         pages of its sequences, which are padding."""
@@ -158,7 +192,8 @@ class Buckets:
         self._padding = num_slots
         self._num_spare = num_spare
         self._max_steps = max(1, max_steps)
-        self._tables = BlockTables(num_slots + 1, num_columns)
+        self._has_tails = has_tails
+        self._tables = BlockTables(num_slots + 1, num_columns, has_tails=has_tails)
         self._free = {size: [self._allocate(size) for _ in range(num_blocks)] for size in sorted(sizes)}
 
     @property
@@ -209,7 +244,8 @@ class Buckets:
         num_columns = min(max(work.num_pages, default=0) + self._num_spare, self._tables.num_columns)
         inputs = block.on_host
         inputs.slots[:num_seqs], inputs.slots[num_seqs:] = work.slots, self._padding
-        self._tables.copy_rows(work.slots, inputs.block_table[:, :num_columns])
+        tails = None if inputs.tail_table is None else inputs.tail_table[:, :num_columns]
+        self._tables.copy_rows(work.slots, inputs.block_table[:, :num_columns], tails)
         return block.using(num_columns), inputs
 
     def _write_rows(self, rows: NDArray[np.int64], slots: Sequence[int], num_before: Sequence[int]) -> None:
@@ -221,4 +257,5 @@ class Buckets:
     def _allocate(self, num_seqs: int, *, on_host: bool = True) -> InputBlock:
         device = "cpu" if on_host else self._device
         is_pinned = on_host and kind_of(self._device).is_apart
-        return InputBlock.allocate(num_seqs, self._tables.num_columns, self._max_steps, device, pinned=is_pinned)
+        sizes = num_seqs, self._tables.num_columns, self._max_steps
+        return InputBlock.allocate(*sizes, device, pinned=is_pinned, has_tails=self._has_tails)

@@ -97,7 +97,14 @@ def propose(drafter: Drafter | None, slots: Slots, inputs: RoundInputs, shape: D
 def read(drafter: Drafter | None, slots: Slots, inputs: RoundInputs, shape: DraftShape, needs: Needs) -> RoundRows:
     """Return the sequences of a round as it begins."""
     observes = _observes(drafter, shape)
-    return slots.read(inputs.slots, inputs.block_table, needs, inputs.proposed, with_draft=observes)
+    return slots.read(
+        inputs.slots,
+        inputs.block_table,
+        needs,
+        inputs.proposed,
+        with_draft=observes,
+        tail_table=inputs.tail_table,
+    )
 
 
 def no_drafts(rows: RoundRows) -> Drafts:
@@ -117,7 +124,13 @@ def verify(engine: Engine, proposed: Proposed, beside: ForwardBatch | None = Non
     if tree is not None:
         visible = Tree(rows.lengths, tree.visible.flatten(0, 1))
     batch = ForwardBatch.uniform(
-        input_ids, positions, rows.lengths + num_nodes, rows.block_table, engine.pool.page_size, visible
+        input_ids,
+        positions,
+        rows.lengths + num_nodes,
+        rows.block_table,
+        engine.pool.page_size,
+        visible,
+        rows.tail_table,
     )
     if beside is None:
         extend, final = engine.states(batch)
@@ -158,7 +171,7 @@ def settle(
     else:
         path = accept_tree(drafts, targets, inputs.limits, shape.num_steps)
         targets, is_valid, hidden, scored = _along(path, targets, is_valid, hidden, scored)
-        engine.move_kv(inputs.block_table, *_moves(rows, path))
+        engine.move_kv(inputs.block_table, *_moves(rows, path), inputs.tail_table)
     draft = _observe(drafter, slots, inputs, rows, hidden, targets, path.num_accepted, _observes(drafter, shape))
     numbers = slots.advance(inputs.slots, targets, is_valid, path.num_accepted, draft, needs)
     logprobs = None

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 from ...metadata.errors import ChunkOutOfMemory, OutOfMemory, RoundOutOfMemory
 from ..pace.draft_length import DraftShape
 from ..sampling.state import Needs, SamplingState, covering
+from ..state.tail_pages import TailPages
 from ..work import (
     MAX_MISSED,
     Accepted,
@@ -39,6 +40,7 @@ class Running(Protocol):
     slot: int | None
     token_ids: list[int]  # the last one is the bonus token
     pages: list[int]  # the block table; it grows in place, and any other change makes a new list
+    tail: TailPages | None  # the table of tail pages, which is as long; None: the model has none
     sampling: SamplingState
     num_missed: int  # rows since the drafter last saw one; beyond MAX_MISSED it never will again
     lacks_draft: bool  # the drafter has no state of its local prompt yet
@@ -332,7 +334,8 @@ class Rounds:
                     continue
                 first = sent.num_pages
             assert first <= num_pages, (first, num_pages)
-            changes.append(TableChange(slot, first, pages[first:]))
+            tail = None if sequence.tail is None else sequence.tail.pages[first:num_pages]
+            changes.append(TableChange(slot, first, pages[first:], tail))
             self._sent[slot] = _SentTable(pages, num_pages)
         return changes
 

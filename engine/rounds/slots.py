@@ -141,6 +141,7 @@ class Slots:
         proposed: Tensor | None = None,
         *,
         with_draft: bool = True,
+        tail_table: Tensor | None = None,
     ) -> RoundRows:
         """Return copies of the rows `index` [num_seqs] int64; but columns of the vocabulary are read where they lie, so
         use them before `advance`. The rows lack the columns that `needs` does not ask for, and the drafter's state if
@@ -161,7 +162,7 @@ class Slots:
             history = History.of(own, index)
         sampling = SamplingBatch(needs, ints[2:], floats, top_p, history, shares=self._shares)
         draft = self._draft.select(index) if with_draft else DraftState()
-        return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed)
+        return RoundRows(ints[_LENGTH], ints[_LAST_TOKEN], block_table, sampling, draft, proposed, tail_table)
 
     def allocate_all(self) -> None:
         """Allocate all columns of the vocabulary, for graphs, which need them at fixed addresses."""

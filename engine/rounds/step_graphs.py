@@ -135,9 +135,10 @@ class StepGraphs:
         self._blocks = {block.num_seqs: block for block in blocks}
         self._page_size = engine.pool.page_size
         self._num_columns = -(-engine.context_len // self._page_size)
+        self._has_tails = engine.tail_window > 0
         self._seam = _Seam.allocate(engine, sizes)
         self._prompts = {
-            num: PromptInputs.allocate(num, self._num_columns, engine.device)
+            num: PromptInputs.allocate(num, self._num_columns, engine.device, has_tails=self._has_tails)
             for num in {each.num_tokens for each in self.sizes}
         }
         self._captured: dict[_Key, _Captured] = {}
@@ -148,7 +149,8 @@ class StepGraphs:
         torch.cuda.empty_cache()  # as each capture does, so that the difference is the graphs'
         started, before = time.monotonic(), torch.cuda.memory_reserved()
         for num, inputs in self._prompts.items():
-            inputs.block.copy_(PromptInputs.of((), self._page_size, num, self._num_columns).block)
+            sizes = self._page_size, num, self._num_columns
+            inputs.block.copy_(PromptInputs.of((), *sizes, has_tails=self._has_tails).block)
         for key in tracked(self._keys(), progress):
             block = self._blocks[key.num_seqs]
             block.fill_with_padding(self._slots.padding)
@@ -188,9 +190,8 @@ class StepGraphs:
         """Submit the forward of the round, which computes `rows`, too. Return the extend states of `rows` [num_tokens,
         width], valid until the next call; None: the drafter takes none, or there is no row."""
         if size.num_tokens:
-            chunk = PromptInputs.of(
-                rows, self._page_size, size.num_tokens, self._num_columns, pinned=self._engine.kind.is_apart
-            )
+            sizes, is_pinned = (self._page_size, size.num_tokens, self._num_columns), self._engine.kind.is_apart
+            chunk = PromptInputs.of(rows, *sizes, pinned=is_pinned, has_tails=self._has_tails)
             self._prompts[size.num_tokens].block.copy_(chunk.block, non_blocking=True)
         self._replay(_Key("verify", size.num_seqs, size.shape, size.num_tokens))
         beside = self._seam.beside
@@ -230,7 +231,8 @@ class StepGraphs:
             chunk = self._prompts[key.of] if key.of else None
 
             def run_forward() -> None:
-                rows = self._slots.read(inputs.slots, inputs.block_table, GREEDY, with_draft=False)
+                tables = inputs.block_table, inputs.tail_table
+                rows = self._slots.read(inputs.slots, tables[0], GREEDY, with_draft=False, tail_table=tables[1])
                 beside = None if chunk is None else chunk.batch(self._page_size)
                 seam.put_verified(verify(self._engine, seam.proposed(rows, shape), beside))
 

@@ -117,6 +117,11 @@ class Mirror(Protocol):
     def layout(self) -> KvLayout: ...
 
     @property
+    def first(self) -> int:
+        """The number of the first page: 0, or that of the first tail page."""
+        ...
+
+    @property
     def pages(self) -> np.ndarray:
         """uint8 [num_layers, num_pages, page_layer_bytes]."""
         ...
@@ -137,6 +142,7 @@ class CudaPool:
         self._pools = [kv.view(kv.shape[0], kv.shape[1], -1).view(torch.int32) for kv in kvs]  # words
         assert all(kv.is_contiguous() for kv in kvs), [kv.stride() for kv in kvs]
         layouts = [pool.layout for pool in memory]
+        self._firsts = [pool.first for pool in memory]
         self._mirrors = [torch.from_numpy(pool.pages).view(torch.int32) for pool in memory]
         self._page_bytes = sum(layout.page_bytes for layout in layouts)
         self._runs: list[_Digested] = []
@@ -162,7 +168,12 @@ class CudaPool:
         return self._stream
 
     def map(
-        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+        self,
+        descriptors: Sequence[int],
+        sizes: Sequence[int],
+        num_pages: int,
+        part: PagePart | None = None,
+        num_tails: int = 0,
     ) -> CudaMapping:
         """Map a peer's pools. Raises TransferError, with nothing left mapped, if one cannot be mapped.
 
@@ -182,19 +193,21 @@ class CudaPool:
             for first in range(0, len(descriptors), len(self._pools)):
                 of_rank = descriptors[first : first + len(self._pools)]
                 mapping.ranks.append([])
-                for pool, words, descriptor, size in zip(self._pools, all_words, of_rank, sizes, strict=True):
-                    needed = pool.shape[0] * own_pages * words * 4
+                for place, (pool, words, descriptor, size) in enumerate(
+                    zip(self._pools, all_words, of_rank, sizes, strict=True)
+                ):
+                    count = num_tails if self._firsts[place] else own_pages
+                    needed = pool.shape[0] * count * words * 4
                     if size < needed:
-                        raise TransferError(
-                            f"peer's pool has {size} bytes, {own_pages} pages of this layout have {needed}"
-                        )
+                        raise TransferError(f"peer's pool has {size} bytes, {count} pages of this layout have {needed}")
                     mapping.mappings.append(map_shared(descriptor, size, self._device))
-                    mapping.ranks[-1].append(PoolAddress(mapping.mappings[-1].address, own_pages, words))
+                    mapping.ranks[-1].append(PoolAddress(mapping.mappings[-1].address, count, words))
         except (TransferError, OSError, ValueError, torch.OutOfMemoryError) as error:
             mapping.close()
             raise TransferError(f"cannot map the peer's pools: {error}") from error
         if part is not None:
-            self._gather(mapping, [0], [0]).wait()
+            for ours, theirs in self._paddings(own_pages):
+                self._gather(mapping, [theirs], [ours]).wait()
         return mapping
 
     def expect(self, pages: Sequence[int]) -> None:
@@ -224,22 +237,29 @@ class CudaPool:
         with torch.cuda.device(self._device):
             self._pass_fences(targets)
             slip = self._take_slip(len(targets))
+            first = self._first_of(targets)
             slip.numbers[:] = [source % peer.num_pages for source in sources], targets
+            if first:
+                slip.numbers[:] = [source - peer.num_pages for source in sources], [page - first for page in targets]
             moves = self._readable(slip, self._stream)
             spans = peer.spans or [None] * len(self._pools)
-            for rank, run in _runs([source // peer.num_pages for source in sources]):
+            for rank, run in _runs([0 if first else source // peer.num_pages for source in sources]):
                 run_from, run_to = moves[0][run], moves[1][run]
-                for theirs, ours, of_pool in zip(peer.ranks[rank], self._pools, spans, strict=True):
-                    gather_pages(theirs, ours, run_from, run_to, self._stream, of_pool)
-            self._digest(slip, moves[1], self._stream)
+                for place in self._places(first):
+                    pools = peer.ranks[rank][place], self._pools[place]
+                    gather_pages(*pools, run_from, run_to, self._stream, spans[place])
+            self._digest(slip, moves[1], self._stream, first)
             return CudaGather(slip, self._give_back)
 
     def _digests(self, pages: Sequence[int]) -> list[bytes]:
+        found: dict[int, bytes] = {}
         with torch.cuda.device(self._device):
             self._pass_fences(pages)
-            digests = self._launch_digest(pages, self._stream)
-            digests.wait()
-            return digests.checksums()
+            for _, own in self._by_kind(pages):
+                digests = self._launch_digest(own, self._stream)
+                digests.wait()
+                found |= zip(own, digests.checksums(), strict=True)
+        return [found[page] for page in pages]
 
     def _begin_digest(self, pages: Sequence[int]) -> CudaGather:
         with torch.cuda.device(self._device):
@@ -248,24 +268,29 @@ class CudaPool:
 
     def _launch_digest(self, pages: Sequence[int], stream: torch.cuda.Stream) -> CudaGather:
         slip = self._take_slip(len(pages))
-        slip.numbers[1] = pages
-        self._digest(slip, self._readable(slip, stream)[1], stream)
+        first = self._first_of(pages)
+        slip.numbers[1] = [page - first for page in pages]
+        self._digest(slip, self._readable(slip, stream)[1], stream, first)
         return CudaGather(slip, self._give_back)
 
     def _store(self, pages: Sequence[int]) -> None:
         most = max(1, _STORE_BYTES // self._page_bytes)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
-            for start in range(0, len(pages), most):
-                index = torch.tensor(pages[start : start + most], dtype=torch.int64)
-                for pool, mirror in zip(self._pools, self._mirrors, strict=True):
-                    mirror[:, index] = pool.index_select(1, index.to(self._device)).cpu()
+            for first, own in self._by_kind(pages):
+                for start in range(0, len(own), most):
+                    index = torch.tensor(own[start : start + most], dtype=torch.int64) - first
+                    for place in self._places(first):
+                        copied = self._pools[place].index_select(1, index.to(self._device))
+                        self._mirrors[place][:, index] = copied.cpu()
 
     def _load(self, pages: Sequence[int]) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.inference_mode():
             self._pass_fences(pages)
-            index = torch.tensor(pages, dtype=torch.int64)
-            for pool, mirror in zip(self._pools, self._mirrors, strict=True):
-                pool.index_copy_(1, index.to(self._device), mirror[:, index].to(self._device))
+            for first, own in self._by_kind(pages):
+                index = torch.tensor(own, dtype=torch.int64) - first
+                for place in self._places(first):
+                    copied = self._mirrors[place][:, index].to(self._device)
+                    self._pools[place].index_copy_(1, index.to(self._device), copied)
             self._stream.synchronize()
 
     def _with_memory(self, what: str, work: Callable[[], _Result]) -> _Result:
@@ -279,19 +304,46 @@ class CudaPool:
     def _warm_up(self) -> None:
         """Digest page 0, which is padding, and copy it into itself, so that kernels are compiled before the node says
         hello: for every run one that digests few pages, and one that digests many."""
-        self.digest([0])
-        if has_kernels():
-            many = [least_of_many(len(run.words), run.blocks.stop - run.blocks.start) for run in self._runs]
-            self.digest([0] * max(many, default=0))
-            self.expect([0])  # zeros may still be on their way into it
-            addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
-            self.gather(CudaMapping([addresses], [], (self._stream,)), [0], [0]).wait()
+        for page, _ in self._paddings():
+            self.digest([page])
+            if has_kernels():
+                many = [least_of_many(len(run.words), run.blocks.stop - run.blocks.start) for run in self._runs]
+                self.digest([page] * max(many, default=0))
+                self.expect([page])  # zeros may still be on their way into it
+                addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
+                self.gather(CudaMapping([addresses], [], (self._stream,)), [page], [page]).wait()
 
-    def _digest(self, slip: _Slip, pages: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """Compute the checksums of `pages` [num_pages] int32 into the slip. This is the last launch for it."""
+    def _digest(self, slip: _Slip, pages: torch.Tensor, stream: torch.cuda.Stream, first: int) -> None:
+        """Compute the checksums of `pages` [num_pages] int32 into the slip, counted from page `first`. Those of pools
+        that do not have these pages are 0. This is the last launch for it."""
         for run, sums in zip(self._runs, slip.parts, strict=True):
-            page_checksums(run.words, pages, run.block_words, sums, stream)
+            if self._firsts[run.pool] == first:
+                page_checksums(run.words, pages, run.block_words, sums, stream)
+            else:
+                sums.zero_()
         slip.done.record(stream)
+
+    def _paddings(self, num_peer_pages: int = 0) -> list[tuple[int, int]]:
+        """Return the padding of each kind of pages: its number here, and at a peer of so many kept pages."""
+        return [(first, num_peer_pages if first else 0) for first in dict.fromkeys(self._firsts)]
+
+    def _places(self, first: int) -> list[int]:
+        """Return the places of the pools whose pages begin at number `first`."""
+        return [place for place, each in enumerate(self._firsts) if each == first]
+
+    def _first_of(self, pages: Sequence[int]) -> int:
+        """Return where the numbers of these pages begin, which are all of one kind."""
+        kinds = self._by_kind(pages)
+        assert len(kinds) < 2, pages
+        return kinds[0][0] if kinds else 0
+
+    def _by_kind(self, pages: Sequence[int]) -> list[tuple[int, list[int]]]:
+        """Return the pages of each kind, with the number at which the kind begins."""
+        first = max(self._firsts)
+        if not first:
+            return [(0, list(pages))] if pages else []
+        kinds = (0, [page for page in pages if page < first]), (first, [page for page in pages if page >= first])
+        return [kind for kind in kinds if kind[1]]
 
     def _runs_of(self, place: int, layout: KvLayout) -> list[_Digested]:
         """Return the blocks of the pool at `place`, in as few launches as their sizes allow."""

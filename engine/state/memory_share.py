@@ -19,6 +19,7 @@ from ...metadata.logs import size_in_words
 from ..config import MEMORY_SHARE, SHARING, EngineConfig
 from ..engine import Engine
 from .host_memory import available_memory
+from .pages import pages_in
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +36,19 @@ class Memory(NamedTuple):
     host: int | None  # available of the host, for a mirror of the pools; None: no page travels through the host
 
 
-def num_pages(memory: Memory, share: float, bytes_per_page: int) -> int:
-    """Return how many pages fit. Raises ConfigError with the numbers if these are fewer than three."""
+def num_pages(memory: Memory, share: float, bytes_of: Callable[[int], int]) -> int:
+    """Return how many pages fit. `bytes_of` returns the bytes of pools of so many pages. Raises ConfigError with the
+    numbers if fewer than three fit."""
     of_share = int(share * memory.total) - memory.peak - RESERVE
     # a node that serves beside this one may hold less at the moment than it will need; beside a larger share is none
     spared = max(RESERVE, int((1 - max(share, MEMORY_SHARE)) * memory.total))
     of_device = memory.free - (memory.peak - memory.held) - spared
-    found = min(of_share, of_device) // bytes_per_page
+    found = pages_in(min(of_share, of_device), bytes_of)
     if found < 3:
-        raise ConfigError(_refusal(memory, share, 3 * bytes_per_page, spared, is_share_least=of_share <= of_device))
+        raise ConfigError(_refusal(memory, share, bytes_of(3), spared, is_share_least=of_share <= of_device))
     if memory.host is None:
         return found
-    of_host = max(3, int(share * memory.host) // bytes_per_page)
+    of_host = max(3, pages_in(int(share * memory.host), bytes_of))
     if of_host < found:
         logger.warning(
             "the host's memory bounds the pools to %d of %d pages; if no page travels through the host, "
@@ -111,7 +113,7 @@ def fit_pools(engine: Engine, config: EngineConfig, rehearse: Callable[[Engine],
     free += engine.pool_bytes
     host = None if config.transport == "cuda" else available_memory() // engine.num_nodes  # all pools travel through it
     memory = Memory(total, free, torch.cuda.memory_reserved(), peak, host)
-    engine.resize(num_pages(memory, config.share, engine.page_bytes))
+    engine.resize(num_pages(memory, config.share, engine.bytes_of))
     torch.cuda.empty_cache()  # graphs of the rehearsal are gone now
     logger.info(
         "%s of %s: %s for weights, graphs and working memory, %s for KV of %d tokens",

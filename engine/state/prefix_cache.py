@@ -10,6 +10,11 @@ page:
     cache.insert(tokens, table[:num_computed // page_size], salt, lease)   # at any time, as often as wanted
     cache.release(lease, table)                              # gives back all pages of the request
 
+A node may have a tail page, too (tail_pages.py): the rows of the same tokens in layers with a window. Work may continue
+behind a cached page only if the tail pages of what these layers see are there. `acquire` finds the last such page.
+Requests give all tail pages that they read no more. An unused tail page can be evicted alone; its node then is one
+behind which no work continues. Tail pages before the end of a text, which no request has continued behind, go first.
+
 A page without references can be evicted. `_idle` lists these pages, the longest idle first. Releases run from the last
 page towards the root, so every page comes before its parent. Therefore the first entry is always a leaf, and an
 eviction takes O(1).
@@ -34,6 +39,8 @@ class _Node:
     parent: _Node | None
     children: dict[bytes, _Node] = field(default_factory=dict)
     num_references: int = 0
+    tail: int | None = None  # its tail page
+    num_tail_uses: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +50,12 @@ class Lease:
     salt: str
     pages: list[int]  # read-only to others; page i covers tokens i * page_size ..
     node: _Node | None  # of the last page (the root if there is none); None after the release
+    tails: list[_Node] = field(default_factory=list[_Node])  # whose tail pages are pinned
+
+    @property
+    def tail_pages(self) -> list[int]:
+        """The pinned tail pages. After `acquire` these are of the last pages."""
+        return [node.tail for node in self.tails if node.tail is not None]
 
     def private(self, block_table: Sequence[int]) -> list[int]:
         """Return the pages of `block_table` that belong to the request: those that are not the lease's own."""
@@ -61,7 +74,9 @@ class PrefixCache:
         self.enabled = enabled
         self._root = _Node(page=0, key=b"", parent=None)
         self._idle: OrderedDict[_Node, None] = OrderedDict()
-        self._num_pages = 0
+        self._idle_tails: OrderedDict[_Node, None] = OrderedDict()  # nodes whose tail page nobody uses, as `_idle`
+        self._passed_tails: OrderedDict[_Node, None] = OrderedDict()  # likewise, before the end of a text, never used
+        self._num_pages = self._num_tails = 0
 
     @property
     def num_pages(self) -> int:
@@ -99,21 +114,83 @@ class PrefixCache:
         self.evict(max(0, n - self.pool.num_free))
         return self.pool.allocate(n, owner)
 
-    def match(self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None) -> int:
-        """Return how many pages `acquire` would find now. It pins no page, and it does not count as a use."""
-        return sum(1 for _ in self._walk(token_ids, salt, limit_pages))
+    @property
+    def available_tails(self) -> int:
+        """Number of tail pages that `allocate_tails` can give."""
+        return self.pool.num_free_tails + self._num_idle_tails
 
-    def acquire(self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None) -> Lease:
+    @property
+    def _num_idle_tails(self) -> int:
+        return len(self._idle_tails) + len(self._passed_tails)
+
+    def tail_ledger(self) -> PoolLedger | None:
+        """Count the tail pages by owner, and the cached ones that are in use. None: the pool has none."""
+        if not self.pool.num_tails:
+            return None
+        ledger = self.pool.tail_ledger(self._num_tails - self._num_idle_tails)
+        assert ledger.cache == self._num_tails, (ledger, self._num_tails)
+        return ledger
+
+    def allocate_tails(self, n: int, owner: Owner) -> list[int]:
+        """Take `n` tail pages as `allocate` does."""
+        if n > self.available_tails:
+            raise OutOfPages(f"{n} tail pages were asked for, {self.available_tails} are free or cached and unused")
+        while n > self.pool.num_free_tails:
+            self._drop_tail(next(iter(self._passed_tails or self._idle_tails)))
+        return self.pool.allocate_tails(n, owner)
+
+    def match(
+        self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
+    ) -> int:
+        """Return how many pages `acquire` would find now. It pins no page, and it does not count as a use."""
+        return len(_resumable(list(self._walk(token_ids, salt, limit_pages)), num_tails))
+
+    def acquire(
+        self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
+    ) -> Lease:
         """Find the longest cached prefix, pin it until `release`, and return its lease.
 
         The lease has at most `limit_pages` pages. Callers pass (prompt_len - 1) // page_size, so that the last prompt
         position is computed and yields logits. A page is matched only if `token_ids` has the `lookahead` tokens after
-        it.
+        it. `num_tails`: tail pages that must be there for the last pages of the prefix, or for all if these are fewer.
+        They are pinned, too.
         """
         lease = Lease(salt, [], self._root)
-        for node in self._walk(token_ids, salt, limit_pages):
+        found = _resumable(list(self._walk(token_ids, salt, limit_pages)), num_tails)
+        for node in found:
             self._extend(lease, node)
+        for node in found[-num_tails:] if num_tails else ():
+            self._use_tail(lease, node)
         return lease
+
+    def give_tails(
+        self, lease: Lease, first: int, tails: Sequence[int], end: int | None = None, *, pins: bool = True
+    ) -> list[int]:
+        """Give computed tail pages of a request to the cache: those of the lease's pages from page `first` on. Those
+        from page `end` on (None: no one) are at the end of a text, which may continue. The lease pins these if `pins`.
+        Return those that the cache took. It takes none of a page that has one."""
+        taken: list[int] = []
+        nodes = list(self._path(lease))[::-1]
+        for index, (node, tail) in enumerate(zip(nodes[first:], tails, strict=False), first):
+            if node.tail is None and self.enabled:
+                self.pool.transfer((tail,), Owner.CACHE)
+                node.tail = tail
+                self._num_tails += 1
+                is_end = end is not None and index >= end
+                (self._idle_tails if is_end else self._passed_tails)[node] = None
+                taken.append(tail)
+                if is_end and pins:
+                    self._use_tail(lease, node)
+        return taken
+
+    def exchange_tails(
+        self, lease: Lease, first: int, tails: Sequence[int], owner: Owner, end: int | None = None
+    ) -> list[int]:
+        """Give tail pages, as `give_tails`, that a request reads no more, and take as many others for it. Return the
+        tail pages that it has now. This never fails: the pages that were given can be evicted again."""
+        taken = self.give_tails(lease, first, tails, end, pins=False)
+        others = dict(zip(taken, self.allocate_tails(len(taken), owner), strict=True))
+        return [others.get(tail, tail) for tail in tails]
 
     def insert(
         self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "", lease: Lease | None = None
@@ -153,6 +230,11 @@ class PrefixCache:
         """End a lease, once, and free the pages of `block_table` that belong to the request. No work may use them any
         more."""
         self.pool.release(lease.private(block_table))
+        for node in lease.tails:
+            node.num_tail_uses -= 1
+            if node.num_tail_uses == 0:
+                self._idle_tails[node] = None
+        lease.tails.clear()
         for node in self._path(lease):
             node.num_references -= 1
             if node.num_references == 0:
@@ -166,13 +248,33 @@ class PrefixCache:
             node, _ = self._idle.popitem(last=False)
             assert not node.children and node.num_references == 0 and node.parent is not None, node.page
             del node.parent.children[node.key]
+            if node.tail is not None:
+                self._drop_tail(node)
             self.pool.release((node.page,), Owner.CACHE)
         self._num_pages -= n
         return n
 
     def flush(self) -> int:
-        """Free every page without references. Return how many were freed."""
+        """Free every page without references, and every unused tail page. Return how many pages were freed, tail pages
+        not counted."""
+        for node in [*self._passed_tails, *self._idle_tails]:
+            self._drop_tail(node)
         return self.evict(len(self._idle))
+
+    def _use_tail(self, lease: Lease, node: _Node) -> None:
+        """Pin the tail page of a node until the lease is released."""
+        self._idle_tails.pop(node, None)
+        self._passed_tails.pop(node, None)
+        node.num_tail_uses += 1
+        lease.tails.append(node)
+
+    def _drop_tail(self, node: _Node) -> None:
+        """Free the tail page of a node, which nobody uses."""
+        assert node.tail is not None and node.num_tail_uses == 0, (node.tail, node.num_tail_uses)
+        (self._passed_tails if node in self._passed_tails else self._idle_tails).pop(node)
+        self.pool.release((node.tail,), Owner.CACHE)
+        self._num_tails -= 1
+        node.tail = None
 
     def _num_keyed(self, num_tokens: int) -> int:
         return max(0, num_tokens - self.lookahead) // self.pool.page_size
@@ -218,3 +320,16 @@ class PrefixCache:
         node.num_references += 1
         lease.pages.append(node.page)
         lease.node = node
+
+
+def _resumable(nodes: list[_Node], num_tails: int) -> list[_Node]:
+    """Return the nodes up to the last one behind which work may continue: it and those before it, `num_tails` in all,
+    have their tail pages."""
+    if num_tails == 0:
+        return nodes
+    end = run = 0  # `run`: nodes in a row that have tail pages
+    for index, node in enumerate(nodes):
+        run = 0 if node.tail is None else run + 1
+        if run >= min(num_tails, index + 1):
+            end = index + 1
+    return nodes[:end]

@@ -42,8 +42,8 @@ _FEW = 8  # tokens per sequence: programs have one each, and keys that they shar
 _ROUND = _Tiles(1, 64, 5, 3)
 _PROMPT = _Tiles(16, 128, 3, 2)
 _SEQS = 32  # sequences that `tile_at` looks at in one step
-_WARPS = 16  # of a program of `paged_picks`
-_RUN = 32768  # slots that a program of `paged_picks` takes the best of
+_WARPS = 8  # of a program of `paged_picks`
+_RUN = 16384  # slots that a program of `paged_picks` takes the best of
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))  # the key of a slot that is not to be taken
 
 

@@ -53,6 +53,10 @@ class PageLedger(Protocol):
 
     def ledger(self) -> PoolLedger: ...
 
+    def tail_ledger(self) -> PoolLedger | None:
+        """Count the tail pages; None: the model has none."""
+        ...
+
     def flush(self) -> object:
         """Remove unreferenced pages from the prefix cache."""
         ...
@@ -297,6 +301,7 @@ class Membership:
                 tickets=member.tickets(),
                 load=member.load(),
                 stats=member.stats(),
+                tail_pool=member.cache.tail_ledger(),
             )
         )
 

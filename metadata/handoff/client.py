@@ -67,8 +67,8 @@ class HandoffClient:
     def claim(self, unit: Unit, peer: Peer, num_cached_pages: int, pages: Sequence[int]) -> None:
         """Claim the unit's ticket from `peer`.
 
-        `pages` are our page numbers by index in the ticket, all of them. The first `num_cached_pages` hold their
-        contents already and are not written. The transfer owns them all until an event or `drop`.
+        `pages` are our page numbers by index in the ticket, all of them, tail pages last. The first `num_cached_pages`
+        hold their contents already and are not written. The transfer owns them all until an event or `drop`.
         """
         assert unit not in self._transfers, unit
         assert 0 <= num_cached_pages < len(pages), (unit, num_cached_pages, len(pages))
@@ -79,7 +79,8 @@ class HandoffClient:
         except TransferError as error:
             self._events.append(TransferFailed(unit, str(error)))
             return
-        self._transfers[unit] = Transfer(unit, peer.epoch, num_cached_pages, tuple(pages))
+        num_tails = sum(page >= self.end.memory[0].num_pages for page in pages)
+        self._transfers[unit] = Transfer(unit, peer.epoch, num_cached_pages, tuple(pages), num_tails)
         self._pages.expect(pages[num_cached_pages:])
         if self._team.is_used:
             self._team.expect(pages[num_cached_pages:])
@@ -230,7 +231,7 @@ class HandoffClient:
     def _take_offer(self, link: PullLink, offer: Offer) -> None:
         transfer = self._transfer_of(link, offer.unit)
         try:
-            moves = transfer.take_offer(offer, self.end.schema, link.num_pages)
+            moves = transfer.take_offer(offer, self.end.schema, link.num_pages, link.num_tails)
         except ProtocolError as error:
             self._fail(offer.unit, f"prefill node {link.peer.node_id}: {error}", tell=link)
             raise

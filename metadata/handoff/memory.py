@@ -35,9 +35,10 @@ _OWNER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 _ALIGNMENT = 64
 
 
-def memory_size(layout: KvLayout, num_pages: int) -> int:
-    """Return the size of a pool's memory with its generations, bytes."""
-    return _generations_offset(layout, num_pages) + 8 * num_pages
+def memory_size(layout: KvLayout, num_pages: int, num_counted: int | None = None) -> int:
+    """Return the size of a pool's memory with its generations, bytes. `num_counted`: pages that have generations in it,
+    those of pools with other numbers included; None: its own."""
+    return _generations_offset(layout, num_pages) + 8 * (num_pages if num_counted is None else num_counted)
 
 
 class PageMemory:
@@ -51,15 +52,22 @@ class PageMemory:
     Raises ConfigError if the machine does not have that much memory. The owner calls `close`.
     """
 
-    def __init__(self, layout: KvLayout, num_pages: int) -> None:
-        self.layout, self.num_pages = layout, num_pages
+    def __init__(self, layout: KvLayout, num_pages: int, first: int = 0, *, num_counted: int | None = None) -> None:
+        """`first`: the number of the first page, which is that of the first tail page for a pool of tail pages.
+        `num_counted`: as for `memory_size`."""
+        self.layout, self.num_pages, self.first = layout, num_pages, first
+        self.num_counted = num_pages if num_counted is None else num_counted
         self.page_bytes = layout.page_bytes
-        self.size = memory_size(layout, num_pages)
+        self.size = memory_size(layout, num_pages, num_counted)
         self.fd: int | None = None
         self._map = self._map_memory()
         with contextlib.suppress(OSError):  # advice: a kernel without huge pages may refuse it
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.pages, self.generations = _views(self._map, layout, num_pages)
+        self.pages, self.generations = _views(self._map, layout, num_pages, self.num_counted)
+
+    def holds(self, page: int) -> bool:
+        """Return whether the pool has a page of this number."""
+        return self.first <= page < self.first + self.num_pages
 
     @property
     def is_shared(self) -> bool:
@@ -110,13 +118,25 @@ class PeerMemory:
     """A peer's pool, mapped read-only. `pages` and `generations` have the shapes of PageMemory's. The owner calls
     `close`. Raises TransferError if the size does not fit the layout, or as `map_readonly` does."""
 
-    def __init__(self, pid: int, fd: int, size: int, layout: KvLayout, num_pages: int) -> None:
-        expected = memory_size(layout, num_pages)
+    def __init__(
+        self,
+        pid: int,
+        fd: int,
+        size: int,
+        layout: KvLayout,
+        num_pages: int,
+        first: int = 0,
+        *,
+        num_counted: int | None = None,
+    ) -> None:
+        """`first` and `num_counted` are those of the peer's PageMemory."""
+        expected = memory_size(layout, num_pages, num_counted)
         if size != expected:
             raise TransferError(f"peer's pool has {size} bytes, {num_pages} pages of this layout have {expected}")
-        self.num_pages = num_pages
+        self.num_pages, self.first = num_pages, first
         self._map = map_readonly(pid, fd, size)
-        self.pages, self.generations = _views(self._map, layout, num_pages)
+        counted = num_pages if num_counted is None else num_counted
+        self.pages, self.generations = _views(self._map, layout, num_pages, counted)
 
     def close(self) -> None:
         """Unmap at once. Any later use of the views is a defect of ours and raises."""
@@ -148,18 +168,25 @@ def map_readonly(pid: int, fd: int, size: int) -> mmap.mmap:
 
 
 def pack_pages(memory: Sequence[PageMemory], pages: Sequence[int], part: PagePart | None = None) -> np.ndarray:
-    """Return a part of the pages as one frame, uint8. Each page holds each pool's [num_layers, bytes of its spans],
-    target then draft. The pools are those of the rank that gives the part. None: the whole pages."""
+    """Return a part of the pages as one frame, uint8. Each page holds, for each pool that has a page of its number,
+    [num_layers, bytes of its spans], target then draft. The pools are those of the rank that gives the part. None: the
+    whole pages."""
     part = part or whole_part(memory)
-    frame = np.empty(len(pages) * part.page_bytes, np.uint8)
+    frame = np.empty(sum(bytes_of(memory, page, part) for page in pages), np.uint8)
     at = 0
     for page in pages:
         for pool, (layout, _, spans) in zip(memory, part.pools, strict=True):
-            for source, _, num_bytes in spans:
-                size = layout.num_layers * num_bytes
-                frame[at : at + size].reshape(-1, num_bytes)[:] = pool.pages[:, page, source : source + num_bytes]
+            for source, _, num_bytes in spans if pool.holds(page) else ():
+                size, own = layout.num_layers * num_bytes, pool.pages[:, page - pool.first]
+                frame[at : at + size].reshape(-1, num_bytes)[:] = own[:, source : source + num_bytes]
                 at += size
     return frame
+
+
+def bytes_of(memory: Sequence[PageMemory], page: int, part: PagePart) -> int:
+    """Return the bytes of a part of the page of this number, in all pools that have it."""
+    pools = zip(memory, part.pools, strict=True)
+    return sum(of_pool.page_bytes for pool, of_pool in pools if pool.holds(page))
 
 
 def unpack_page(memory: Sequence[PageMemory], page: int, data: np.ndarray, part: PagePart | None = None) -> None:
@@ -167,9 +194,9 @@ def unpack_page(memory: Sequence[PageMemory], page: int, data: np.ndarray, part:
     part. None: the whole page."""
     at = 0
     for pool, (layout, _, spans) in zip(memory, (part or whole_part(memory)).pools, strict=True):
-        for _, target, num_bytes in spans:
-            size = layout.num_layers * num_bytes
-            pool.pages[:, page, target : target + num_bytes] = data[at : at + size].reshape(-1, num_bytes)
+        for _, target, num_bytes in spans if pool.holds(page) else ():
+            size, own = layout.num_layers * num_bytes, pool.pages[:, page - pool.first]
+            own[:, target : target + num_bytes] = data[at : at + size].reshape(-1, num_bytes)
             at += size
 
 
@@ -203,9 +230,9 @@ def _generations_offset(layout: KvLayout, num_pages: int) -> int:
     return -(-num_pages * layout.page_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _views(mapped: mmap.mmap, layout: KvLayout, num_pages: int) -> tuple[np.ndarray, np.ndarray]:
+def _views(mapped: mmap.mmap, layout: KvLayout, num_pages: int, num_counted: int) -> tuple[np.ndarray, np.ndarray]:
     offset = _generations_offset(layout, num_pages)
     # an array of frombuffer, unlike one of ndarray(buffer=), keeps the mapping open; otherwise close() could segfault
     pages = np.frombuffer(mapped, np.uint8, num_pages * layout.page_bytes)
-    generations = np.frombuffer(mapped, np.int64, num_pages, offset)
+    generations = np.frombuffer(mapped, np.int64, num_counted, offset)
     return pages.reshape(layout.num_layers, num_pages, layout.page_layer_bytes), generations

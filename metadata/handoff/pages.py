@@ -85,12 +85,18 @@ class DevicePool(Protocol):
         ...
 
     def map(
-        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+        self,
+        descriptors: Sequence[int],
+        sizes: Sequence[int],
+        num_pages: int,
+        part: PagePart | None = None,
+        num_tails: int = 0,
     ) -> MappedPools:
-        """Map a peer's pools of `num_pages` pages for reading. `sizes` are those of its target pool and its draft pool;
-        if its ranks have pages of their own, each rank has as many of these, and `descriptors` go from rank to rank.
-        `part` names the part that the peer gives of our pages, and the layouts of its pools; None: the whole pages. The
-        caller closes the descriptors. Raises TransferError, with nothing left mapped, if a pool cannot be mapped."""
+        """Map a peer's pools of `num_pages` pages, or of `num_tails` tail pages, for reading. `sizes` are those of its
+        target pools and its draft pools; if its ranks have pages of their own, each rank has as many of these, and
+        `descriptors` go from rank to rank. `part` names the part that the peer gives of our pages, and the layouts of
+        its pools; None: the whole pages. The caller closes the descriptors. Raises TransferError, with nothing left
+        mapped, if a pool cannot be mapped."""
         ...
 
     def expect(self, pages: Sequence[int]) -> None:
@@ -99,8 +105,9 @@ class DevicePool(Protocol):
         ...
 
     def gather(self, peer: MappedPools, sources: Sequence[int], targets: Sequence[int]) -> Gather:
-        """Begin to copy pages `sources` of the peer to pages `targets` of ours, or the part for which the peer's pools
-        were mapped. The checksums are those of our whole pages. Raises OutOfMemory; no page is written after that."""
+        """Begin to copy pages `sources` of the peer to pages `targets` of ours, which are all tail pages or all others,
+        or the part for which the peer's pools were mapped. The checksums are those of our whole pages. Raises
+        OutOfMemory; no page is written after that."""
         ...
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
@@ -109,8 +116,8 @@ class DevicePool(Protocol):
         ...
 
     def begin_digest(self, pages: Sequence[int]) -> Gather:
-        """Begin to compute the checksums of pages of ours, when all work is done that was submitted so far. Raises
-        OutOfMemory."""
+        """Begin to compute the checksums of pages of ours, all tail pages or all others, when all work is done that was
+        submitted so far. Raises OutOfMemory."""
         ...
 
     def store(self, pages: Sequence[int]) -> None:
@@ -270,7 +277,8 @@ class ReceivedPages:
 def memory_of_rank_0(counted: HostMemory, ours: PageMemory) -> PeerMemory:
     """Return the target's pool of rank 0, which has the generations of the pages of all ranks. `ours` is that of a rank
     of the same node, and so has as many bytes."""
-    return PeerMemory(counted.pid, counted.fd, counted.size, ours.layout, ours.num_pages)
+    where = counted.pid, counted.fd, counted.size
+    return PeerMemory(*where, ours.layout, ours.num_pages, num_counted=ours.num_counted)
 
 
 def _check_digest(schema: HandoffSchema, device: DevicePool | None) -> None:
@@ -283,18 +291,24 @@ class HostPool(Protocol):
 
     layout: KvLayout
     num_pages: int
+    first: int  # number of the first page
     pages: np.ndarray  # uint8 [num_layers, num_pages, page_layer_bytes]
 
 
 def page_checksums(memory: Sequence[HostPool], page: int) -> bytes:
     """Return the checksums of page number `page` in all pools (target, then draft), as little-endian uint64 [sum of
-    num_layers * blocks_per_layer]."""
+    num_layers * blocks_per_layer]. Those of a pool that has no page of this number are 0."""
     digests: list[int] = []
     for pool in memory:
         size = pool.pages.shape[2]
+        if not pool.first <= page < pool.first + pool.num_pages:
+            digests += [0] * (pool.layout.num_layers * pool.layout.blocks_per_layer)
+            continue
         blocks = _blocks(pool.layout)
         data = pool.pages.reshape(-1).data
-        for start in range(page * size, data.nbytes, pool.num_pages * size):  # the page's offset in each layer
+        for start in range(
+            (page - pool.first) * size, data.nbytes, pool.num_pages * size
+        ):  # the page's offset in each layer
             digests += map(xxh3_64_intdigest, blocks.unpack_from(data, start))
     column = array("Q", digests)
     if sys.byteorder == "big":

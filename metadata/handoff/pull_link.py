@@ -90,7 +90,7 @@ class PullLink:
         self.transport: Transport | None = None
         self.lost: str | None = None
         self.is_refused = False
-        self.num_pages = 0  # in the peer's pool
+        self.num_pages = self.num_tails = 0  # in the peer's pools
         self.lease_s = 1.0  # told by the welcome
         self.last_heard = self.last_message = self._last_renewed = self._greeted_at = end.clock()
         self.handshake_s, self.round_trip_s = handshake_s, round_trip_s
@@ -208,7 +208,8 @@ class PullLink:
             self.lose(f"it welcomed us with transport {message.transport!r}, out of turn or not among ours")
         else:
             self.protocol = max(self.protocol, message.since)
-            self.lease_s, self.num_pages = message.lease_s, message.num_pages
+            self.lease_s = message.lease_s
+            self.num_pages, self.num_tails = message.num_pages, message.num_tails
             self._start(message)
 
     def check(self, now: float) -> None:

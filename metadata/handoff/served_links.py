@@ -141,6 +141,7 @@ class DecodePeers:
             transport=transport,
             lease_s=self._lease_s,
             num_pages=self._end.memory[0].num_pages,
+            num_tails=self._end.memory[0].num_counted - self._end.memory[0].num_pages,
         )
         if transport == RANKS:
             return RanksWelcome(**msgspec.structs.asdict(welcome), addresses=self._addresses)
@@ -255,7 +256,8 @@ class ServedLinks:
         `num_cached_pages` on. Return how many bytes were copied. Raises ProtocolError, and OutOfMemory if the device
         has none for copying pages."""
         peer = self.peers.by_link[holder]
-        size = page_bytes(self._end.schema) if peer.part is None else peer.part.page_bytes
+        schema = self._end.schema
+        size = page_bytes(schema) + page_bytes(schema, of_tails=True) if peer.part is None else peer.part.page_bytes
         indices = unpack_column(pull.indices)
         num_bytes = len(indices) * size
         if not indices or len(set(indices)) < len(indices) or num_bytes > max(PULL_BYTES, size):
@@ -272,7 +274,7 @@ class ServedLinks:
             )
         frame, generations = self._pages.pack([offered[index] for index in indices], peer.part)
         self.send(holder, Pages(unit=pull.unit, indices=pull.indices, generations=generations), frame)
-        return num_bytes
+        return frame.nbytes
 
     def send(self, holder: Holder, message: ToDecode, data: Any = None) -> None:
         """Send a message. If the socket does not take it, close the link: the peer is gone, or has left thousands of

@@ -30,7 +30,7 @@ from .endpoint import Endpoint
 from .pages import OfferedPages
 from .ranks.digests import RankDigests
 from .ranks.orders import OfferDigests, OfferFailed, RankLine
-from .schema.schema import row_bytes
+from .schema.schema import row_bytes, tail_pages
 from .served_links import DecodePeer, ServedLinks
 from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded, TicketFailed
 from .transfer import write_offers
@@ -88,6 +88,10 @@ class HandoffServer:
         return self._links.dropped
 
     # --- the node's side -------------------------------------------------------------------------------------------
+
+    def tail_pages(self, num_tokens: int) -> range:
+        """Return the pages of tokens whose tail pages a prompt hands over, behind its other pages."""
+        return tail_pages(self.end.schema, num_tokens)
 
     def open(self, unit: Unit, num_pages: int, claimant: str | None = None) -> None:
         """Open the unit's ticket, for the decode node of epoch `claimant` (None: any). The ticket owns the unit's pages

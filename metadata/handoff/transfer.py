@@ -71,6 +71,7 @@ class Transfer:
     epoch: str  # the peer's
     num_cached_pages: int
     pages: tuple[int, ...]
+    num_tails: int = 0  # of `pages`, the last ones, which are tail pages
     row: bytes | None = None
     num_asked: int = 0  # how often missing offers were asked for
     num_passed_over: int = 0  # how often the peer sent something after that, but not all that is missing
@@ -96,10 +97,13 @@ class Transfer:
         """Return the moves of pages that were offered and have not arrived."""
         return list(self._moves.values())
 
-    def take_offer(self, offer: Offer, schema: HandoffSchema, num_peer_pages: int) -> list[Move]:
-        """Return the offer's pages as moves, without those offered before. `num_peer_pages` is the size of the peer's
-        pool. Raises ProtocolError as `read_offer` does."""
-        pages = read_offer(offer, schema, len(self.pages), self.num_cached_pages, num_peer_pages)
+    def take_offer(
+        self, offer: Offer, schema: HandoffSchema, num_peer_pages: int, num_peer_tails: int = 0
+    ) -> list[Move]:
+        """Return the offer's pages as moves, without those offered before. `num_peer_pages` and `num_peer_tails` are
+        the pages in the peer's pools. Raises ProtocolError as `read_offer` does."""
+        claimed = len(self.pages), self.num_cached_pages
+        pages = read_offer(offer, schema, *claimed, num_peer_pages, self.num_tails, num_peer_tails)
         new = [page for page in pages if page.index not in self._offered]
         moves = [
             Move(self.unit, page.index, page.source, self.pages[page.index], page.generation, page.checksums)
@@ -140,7 +144,9 @@ class Transfer:
         num_pages = len(self.pages) - self.num_cached_pages
         num_repeated = sum(self._num_pulls.values())
         times = PullTimes(transport, max(0.0, now - self._offered_at), num_repeated=num_repeated)
-        return Arrived(self.unit, self.row, self.moving_s, num_pages, num_pages * page_bytes(schema), times)
+        num_bytes = (num_pages - self.num_tails) * page_bytes(schema)
+        num_bytes += self.num_tails * page_bytes(schema, of_tails=True)
+        return Arrived(self.unit, self.row, self.moving_s, num_pages, num_bytes, times)
 
 
 class OfferedPage(Struct, frozen=True):
@@ -171,13 +177,20 @@ def write_offers(ticket: Ticket, indices: Sequence[int], schema: HandoffSchema) 
 
 
 def read_offer(
-    offer: Offer, schema: HandoffSchema, num_pages: int, num_cached_pages: int, num_peer_pages: int
+    offer: Offer,
+    schema: HandoffSchema,
+    num_pages: int,
+    num_cached_pages: int,
+    num_peer_pages: int,
+    num_tails: int = 0,
+    num_peer_tails: int = 0,
 ) -> list[OfferedPage]:
     """Return the offer's pages.
 
-    The claim is for `num_pages` pages without the first `num_cached_pages`. `num_peer_pages` is the size of the peer's
-    pool; 0 means not known yet, so the offer came too early. Raises ProtocolError for anything that does not fit the
-    claim, the schema or the peer's pool.
+    The claim is for `num_pages` pages without the first `num_cached_pages`. The last `num_tails` of them are tail
+    pages. `num_peer_pages` is the size of the peer's pool, behind which its `num_peer_tails` tail pages are numbered; 0
+    means not known yet, so the offer came too early. Raises ProtocolError for anything that does not fit the claim, the
+    schema or the peer's pool.
     """
     _check_columns(offer, schema)
     indices, sources = unpack_column(offer.indices), unpack_column(offer.pages)
@@ -192,10 +205,17 @@ def read_offer(
             rid=rid,
         )
     _check_unlike("indices", indices, rid)
-    wrong = [source for source in sources if not 0 < source < num_peer_pages]
+    kept = [source for index, source in zip(indices, sources, strict=True) if index < num_pages - num_tails]
+    wrong = [source for source in kept if not 0 < source < num_peer_pages]
     if wrong:
         raise ProtocolError(
             f"offered pages {wrong[:8]} are not in a pool of {num_peer_pages} pages, whose page 0 is padding", rid=rid
+        )
+    end = num_peer_pages + num_peer_tails
+    wrong = [source for source in sorted(set(sources) - set(kept)) if not num_peer_pages < source < end]
+    if wrong:
+        raise ProtocolError(
+            f"offered pages {wrong[:8]} are not among the peer's tail pages {num_peer_pages + 1} to {end - 1}", rid=rid
         )
     _check_unlike("pages", sources, rid)
     if offer.row is not None and schema.checksum != "none" and row_checksum(offer.row) != offer.row_checksum:

@@ -63,6 +63,7 @@ class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     pid: Count = 0
     fds: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
     sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
+    num_tails: Annotated[Count, Since(8)] = 0  # tail pages in its pools, numbered behind the others
 
 
 class CudaWelcome(LinkWelcome, frozen=True, tag="cuda_welcome", kw_only=True):

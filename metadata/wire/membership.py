@@ -100,6 +100,7 @@ class LedgerReport(Message, frozen=True, tag="ledger"):
     tickets: Units
     load: Load
     stats: NodeStats
+    tail_pool: Annotated[PoolLedger | None, Since(8)] = None  # of tail pages; None: the model has none
 
 
 class Leaving(Message, frozen=True, tag="leaving"):

@@ -30,13 +30,15 @@ class KvPlane(Message, frozen=True):
     alignment: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 1  # of its blocks, bytes
 
 
-class FurtherPool(Message, frozen=True):
-    """Layout of a pool that a model has beside the pool of its KV, such as keys of an indexer. It has the same page
-    numbers, and layers and planes of its own."""
+class FurtherPool(Message, frozen=True, omit_defaults=True):
+    """Layout of a pool that a model has beside the pool of its KV, such as keys of an indexer. It has layers and planes
+    of its own. Without a window it has the same page numbers. With one it has *tail pages*, which have numbers and
+    block tables of their own: a page is needed only while a layer reads back so far."""
 
     name: Name
     num_layers: Index
     planes: Annotated[tuple[KvPlane, ...], Meta(min_length=1, max_length=8)]
+    window: Count = 0  # positions that its layers read back, their own included; 0: all
 
 
 class PoolLayout(Message, frozen=True, omit_defaults=True):

@@ -42,7 +42,7 @@ import torch
 from bench_adaptive import adaptive
 from bench_joint import joint
 from bench_prompts import LENGTHS, small_prompt
-from bench_sequences import CHUNK, Running, check, run_rounds, start, start_long, stop, store
+from bench_sequences import CHUNK, Running, check, row_of, run_rounds, start, start_long, stop, store
 from gpu_figures import write_gpu_figures
 from harness import heading, tables
 from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
@@ -64,7 +64,6 @@ from baton.engine.startup import tune_products
 from baton.engine.state.mapped_blocks import MappedBlocks
 from baton.engine.state.pages import Owner
 from baton.engine.tuning.tuning import share_choices
-from baton.engine.work import BatchRow
 from baton.metadata.config import ProcessConfig
 from baton.metadata.garbage import Garbage
 from baton.metadata.logs import setup_logging
@@ -394,7 +393,7 @@ def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -
         tokens: list[torch.Tensor] = []
         for first in range(0, num_prompts, at_once):
             group = slice(first, first + at_once)
-            rows = [BatchRow(ids, 0, own) for ids, own in zip(prompts[group], pages[group], strict=True)]
+            rows = [row_of(engine, ids, 0, own) for ids, own in zip(prompts[group], pages[group], strict=True)]
             tokens.append(to_host(engine.compute(rows).logits.argmax(1)))
         torch.cuda.synchronize()
         return torch.cat(tokens).tolist()
@@ -418,7 +417,7 @@ def long_prompt(engine: Engine, limits: Limits, num_tokens: int) -> dict[str, An
     def run() -> list[int]:
         """Return the first token."""
         store(engine, ids[:last], pages)
-        return engine.compute([BatchRow(ids[last:], last, pages)]).logits.argmax(1).tolist()
+        return engine.compute([row_of(engine, ids[last:], last, pages)]).logits.argmax(1).tolist()
 
     num_checked = check(engine, ids, run())
     seconds = _timed(run, 3)
@@ -458,7 +457,7 @@ def turn(engine: Engine, num_tokens: int) -> dict[str, Any]:
     store(engine, ids[:prefix], pages)
 
     def run() -> list[int]:
-        return engine.compute([BatchRow(ids[prefix:], prefix, pages)]).logits.argmax(1).tolist()
+        return engine.compute([row_of(engine, ids[prefix:], prefix, pages)]).logits.argmax(1).tolist()
 
     num_checked = check(engine, ids, run())
     took = statistics.median(_timed(run, 20))

@@ -77,7 +77,7 @@ def test_quantized_weights_are_made_by_the_loader(
     assert config.quantization is not None and config.quantization.weight_scale == weight_scale
     assert len(config.sliding_window) == 6
     engine = Engine(EngineConfig(model=str(tmp_path), device="cpu", threads=1, num_pages=64, load_format=load_format))
-    logits = engine.forward([BatchRow(random_prompt(48), 0, [1, 2, 3], num_logits=48)]).float()
+    logits = engine.forward([BatchRow(random_prompt(48), 0, [1, 2, 3], num_logits=48, tail=[1, 2, 3])]).float()
     assert 0.5 < logits.std() < 3
     assert len(set(logits.argmax(-1).tolist())) > 8
 

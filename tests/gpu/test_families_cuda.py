@@ -12,13 +12,12 @@ import drafters
 import mxfp4
 import pytest
 import torch
-from matrix import CELLS, PAGE_SIZE, Plain, run_cell
+from matrix import CELLS, PAGE_SIZE, Plain, pages_for, run_cell
 from node_pair import NodePair
 from quantized import SCHEMES, quantized
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 
 Checkpoint = Callable[..., Path]
@@ -41,6 +40,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("glm_moe_dsa", {}),
     "gemma3": ("gemma3_text", {}),
     "gemma4": ("gemma4_text", {"num_kv_shared_layers": 1, "head_dim": 32, "global_head_dim": 64}),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
     "gemma4 of published heads": ("gemma4_text", {"head_dim": 256, "global_head_dim": 512, "sliding_window": 33}),
     "mimo": ("mimo_v2_flash", {}),
     "mimo of published heads": ("mimo_v2_flash", {"head_dim": 192, "v_head_dim": 128, "sliding_window": 33}),
@@ -124,10 +127,10 @@ def logits(model: Path, device: str, ids: list[int], chunks: list[int], **settin
     """Return the logits of all tokens, [len(ids), vocab_size], on the CPU."""
     config = EngineConfig(model=str(model), device=device, dtype="float32", num_pages=40, tune=False, **settings)
     engine = Engine(config)
-    pages = engine.pool.allocate(-(-len(ids) // engine.pool.page_size), Owner.REQUEST)
+    pages, tail = pages_for(engine, len(ids))
     found: list[torch.Tensor] = []
     at = 0
     for num_new in chunks:
-        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new)]).cpu())
+        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new, tail=tail)]).cpu())
         at += num_new
     return torch.cat(found)

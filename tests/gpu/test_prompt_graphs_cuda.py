@@ -64,7 +64,7 @@ def make_chunks(vocab_size: int) -> list[list[BatchRow]]:
         for seq, num_new in enumerate(chunk):
             ids = torch.randint(0, vocab_size, (num_new,), generator=generator).tolist()
             pages = list(range(1 + seq * num_pages, 1 + (seq + 1) * num_pages))[::-1]
-            rows.append(BatchRow(ids, lengths[seq], pages, int((seq + num_new) % 3 > 0)))
+            rows.append(BatchRow(ids, lengths[seq], pages, int((seq + num_new) % 3 > 0), tail=pages))
             lengths[seq] += num_new
         chunks.append(rows)
     return chunks
@@ -72,8 +72,9 @@ def make_chunks(vocab_size: int) -> list[list[BatchRow]]:
 
 def compute(engine: Engine, chunks: Sequence[list[BatchRow]], *, captured: bool) -> tuple[list[Computed], torch.Tensor]:
     """Results of all chunks, none read before the last is submitted, and the pool's KV. Page 0 is NaN."""
-    engine.kv.zero_()
-    engine.kv[:, 0] = float("nan")
+    for pool in engine.kvs:
+        pool.zero_()
+        pool[:, 0] = float("nan")
     results: list[Computed] = []
     for rows in chunks:
         batch = None if captured else ForwardBatch.build(rows, PAGE_SIZE, "cuda")
@@ -117,7 +118,14 @@ def _given(*pair: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("family", "config"), [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 50}), ("deepseek_v3", {})]
+    ("family", "config"),
+    [
+        ("llama", {}),
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 50}),
+        ("deepseek_v3", {}),
+        ("gpt_oss", {"sliding_window": 50}),
+    ],
 )
 def test_graphs_bring_what_direct_calls_bring(
     family: str, config: dict[str, Any], dtype: str, checkpoint: Callable[..., Path]

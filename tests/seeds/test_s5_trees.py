@@ -247,10 +247,12 @@ def no_move(self: Engine, *_: torch.Tensor) -> None:
     """The defect: accepted nodes stay in their slots."""
 
 
-def from_the_last_on(self: Engine, table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+def from_the_last_on(
+    self: Engine, table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, *tails: torch.Tensor | None
+) -> None:
     """The defect: slots are moved one by one in descending order. In ascending order the result would be right."""
     for step in range(sources.shape[1] - 1, -1, -1):
-        MOVE(self, table, sources[:, step : step + 1], targets[:, step : step + 1])
+        MOVE(self, table, sources[:, step : step + 1], targets[:, step : step + 1], *tails)
 
 
 def at_their_slots(parents: torch.Tensor, num_steps: int) -> Ancestry:

@@ -153,7 +153,8 @@ def on_gpu(schema: HandoffSchema) -> HandoffSchema:
 
 def pools(schema: HandoffSchema) -> dict[str, PoolLayout | FurtherPool]:
     """Return the pools by name, in wire order: "target", further pools of the target such as "target.index", then the
-    same of the draft, if it has a pool. All of them have the same page numbers."""
+    same of the draft, if it has a pool. All without a window have the same page numbers. Pools with one have tail
+    pages, whose numbers come behind the others."""
     named: dict[str, PoolLayout | FurtherPool] = {}
     for owner, pool in (("target", schema.target), ("draft", schema.draft)):
         if pool is not None:
@@ -172,14 +173,33 @@ def further_pools(schema: HandoffSchema) -> dict[str, FurtherPool]:
     return {name: pool for name, pool in pools(schema).items() if isinstance(pool, FurtherPool)}
 
 
+def are_tails(schema: HandoffSchema) -> tuple[bool, ...]:
+    """Return, for each pool in wire order, whether it has tail pages."""
+    return tuple(isinstance(pool, FurtherPool) and pool.window > 0 for pool in pools(schema).values())
+
+
+def tail_window(schema: HandoffSchema) -> int:
+    """Return how many positions layers with tail pages read back, their own included; 0: there are no such layers."""
+    return max((pool.window for pool in further_pools(schema).values()), default=0)
+
+
+def tail_pages(schema: HandoffSchema, num_tokens: int) -> range:
+    """Return the pages of tokens whose tail pages are handed over with a prompt: those that the next token sees. None
+    if the schema has no tail pages."""
+    window, page_size = tail_window(schema), schema.page_size
+    return range(max(0, num_tokens - window + 1) // page_size, pages_of(num_tokens, page_size)) if window else range(0)
+
+
 def needed_protocol(schema: HandoffSchema) -> int:
     """Return the oldest protocol in which peers learn of all pools."""
     return fields_since(PoolLayout)["further"] if further_pools(schema) else PROTOCOL_MIN
 
 
-def page_bytes(schema: HandoffSchema) -> int:
-    """Return the bytes of one page number over all layers of all pools: what crosses the link for it."""
-    return sum(layout.page_bytes for layout in kv_layouts(schema))
+def page_bytes(schema: HandoffSchema, *, of_tails: bool = False) -> int:
+    """Return the bytes of one page number over all layers of all pools that have it: what crosses the link for it.
+    `of_tails`: of a tail page."""
+    layouts = zip(kv_layouts(schema), are_tails(schema), strict=True)
+    return sum(layout.page_bytes for layout, is_tail in layouts if is_tail == of_tails)
 
 
 def blocks_per_page(schema: HandoffSchema) -> int:
@@ -202,10 +222,10 @@ def field_bytes(field: RowField) -> int:
 
 def handoff_bytes(schema: HandoffSchema, prompt_len: int) -> HandoffBytes:
     """Return what the handoff of a prompt of `prompt_len` tokens moves if the decode node has none of it cached."""
-    num_pages = pages_of(prompt_len, schema.page_size)
+    num_pages, num_tails = pages_of(prompt_len, schema.page_size), len(tail_pages(schema, prompt_len))
     of_owner: dict[str, int] = {"target": 0, "draft": 0}
-    for name, layout in zip(pools(schema), kv_layouts(schema), strict=True):
-        of_owner[name.partition(".")[0]] += num_pages * layout.page_bytes
+    for name, layout, is_tail in zip(pools(schema), kv_layouts(schema), are_tails(schema), strict=True):
+        of_owner[name.partition(".")[0]] += (num_tails if is_tail else num_pages) * layout.page_bytes
     is_hidden = {name for name, kind in ROW_KINDS.items() if kind.is_hidden_state}
     hidden_state = sum(field_bytes(field) for field in schema.row if field.name in is_hidden)
     return HandoffBytes(
@@ -265,7 +285,8 @@ def describe(schema: HandoffSchema) -> str:
 def pool_words(pool: PoolLayout | FurtherPool) -> str:
     """Return a pool's layout in words."""
     if isinstance(pool, FurtherPool) or pool.planes:
-        return f"{pool.num_layers} layers x ({planes_words(pool.planes)})"
+        window = f" of {pool.window} positions" if isinstance(pool, FurtherPool) and pool.window else ""
+        return f"{pool.num_layers} layers x ({planes_words(pool.planes)}){window}"
     return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
 
 

@@ -110,9 +110,12 @@ class CudaTransport(Transport):
                     "node's GPU: start both nodes with the same --speculative and --draft-model"
                 )
             layout = memory[0].layout if end.part is None else end.part.pools[0].layout
-            peer = PeerMemory(welcome.pid, welcome.fds[0], welcome.sizes[0], layout, welcome.num_pages)
+            num_pages, num_tails = welcome.num_pages, welcome.num_tails
+            where = welcome.pid, welcome.fds[0], welcome.sizes[0]
+            peer = PeerMemory(*where, layout, num_pages, num_counted=num_pages + num_tails)
             undo.callback(peer.close)
-            pools = device.map(descriptors, welcome.pools.sizes, welcome.num_pages, end.part)
+            sizes = welcome.pools.sizes
+            pools = device.map(descriptors, sizes, num_pages, end.part, num_tails)
             undo.pop_all()
         return cls(memory, device, pools, peer, end.part)
 
@@ -167,7 +170,9 @@ class CudaTransport(Transport):
         most = max(1, GATHER_BYTES // self.page_bytes)
         num_before = len(self._launches)
         while self._queue and len(self._launches) < MAX_UNDER_WAY:
-            moves = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
+            moves = [self._queue.popleft()]
+            while self._queue and len(moves) < most and self._is_tail(self._queue[0]) == self._is_tail(moves[0]):
+                moves.append(self._queue.popleft())
             sources, targets = [move.source for move in moves], [move.target for move in moves]
             try:
                 gather = self.device.gather(self._pools, sources, targets)
@@ -176,6 +181,10 @@ class CudaTransport(Transport):
                 raise
             self._launches.append(_Launch([*moves], gather))
         return len(self._launches) > num_before
+
+    def _is_tail(self, move: Move) -> bool:
+        """Return whether the move is of a tail page: one launch copies pages of one kind."""
+        return move.target >= self.memory[0].num_pages
 
     def _await_short(self, launch: _Launch) -> None:
         if len(launch.moves) * self.page_bytes > SHORT_BYTES:

@@ -65,14 +65,23 @@ class LocalTransport(Transport):
             )
         with contextlib.ExitStack() as undo:
             peers: list[PeerMemory] = []
-            for pool, fd, size in zip(part.pools, welcome.fds, welcome.sizes, strict=True):
-                peer = PeerMemory(welcome.pid, fd, size, pool.layout, welcome.num_pages)
+            num_counted = welcome.num_pages + welcome.num_tails
+            for own, pool, fd, size in zip(memory, part.pools, welcome.fds, welcome.sizes, strict=True):
+                num_pages, first = welcome.num_pages, 0
+                if own.first:  # tail pages
+                    num_pages, first = welcome.num_tails, welcome.num_pages
+                peer = PeerMemory(welcome.pid, fd, size, pool.layout, num_pages, first, num_counted=num_counted)
                 undo.callback(peer.close)
                 peers.append(peer)
             counted = None
             if isinstance(welcome, RankWelcome):
                 where = welcome.generations
-                counted = PeerMemory(where.pid, where.fd, where.size, part.pools[0].layout, welcome.num_pages)
+                counted = PeerMemory(
+                    *(where.pid, where.fd, where.size),
+                    part.pools[0].layout,
+                    welcome.num_pages,
+                    num_counted=num_counted,
+                )
             undo.pop_all()
         return cls(memory, peers, part, counted)
 
@@ -86,9 +95,9 @@ class LocalTransport(Transport):
         while self._queue and num_moves > 0:
             move = self._queue.popleft()
             for pool, peer, (_, _, spans) in zip(self.memory, self._peers, self.part.pools, strict=True):
-                for source, target, num_bytes in spans:
-                    copied = peer.pages[:, move.source, source : source + num_bytes]
-                    pool.pages[:, move.target, target : target + num_bytes] = copied
+                for source, target, num_bytes in spans if pool.holds(move.target) else ():
+                    copied = peer.pages[:, move.source - peer.first, source : source + num_bytes]
+                    pool.pages[:, move.target - pool.first, target : target + num_bytes] = copied
             num_moves -= 1
             yield Landed(move, int((self._counted or self._peers[0]).generations[move.source]))
 

@@ -14,7 +14,7 @@ from ...errors import ProtocolError
 from ...wire.data_link import LinkWelcome
 from ...wire.messages import Pages, Pull
 from ...wire.request import Unit, pack_ids
-from ..memory import PageMemory, unpack_page
+from ..memory import PageMemory, bytes_of, unpack_page
 from ..ranks.shards import PagePart
 from .base import Landed, Move, PullEnd, Transport
 
@@ -65,7 +65,7 @@ class ZmqTransport(Transport):
         moves = self._in_flight.get((message.unit, message.indices))
         if moves is None:
             raise ProtocolError(f"pages of {message.unit} that were not asked for", rid=message.unit.rid)
-        num_bytes = len(moves) * self.page_bytes
+        num_bytes = sum(bytes_of(self.memory, move.target, self.part) for move in moves)
         if data.nbytes != num_bytes or len(message.generations) != 8 * len(moves):
             raise ProtocolError(
                 f"{len(moves)} pages of {message.unit} take {num_bytes} bytes and {8 * len(moves)} of generations, "
@@ -94,7 +94,8 @@ class ZmqTransport(Transport):
         del self._in_flight[key]
 
     def _unpack(self, moves: list[Move], generations: list[int], frame: np.ndarray) -> Iterator[Landed]:
+        at = 0
         for number, move in enumerate(moves):
-            page = frame[number * self.page_bytes : (number + 1) * self.page_bytes]
-            unpack_page(self.memory, move.target, page, self.part)
+            start, at = at, at + bytes_of(self.memory, move.target, self.part)
+            unpack_page(self.memory, move.target, frame[start:at], self.part)
             yield Landed(move, generations[number])

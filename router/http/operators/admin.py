@@ -93,6 +93,7 @@ async def _ledgers(api: Api, *, flush: bool) -> LedgersAnswer:
 def _node_ledger(report: LedgerReport) -> NodeLedger:
     return NodeLedger(
         pool=report.pool,
+        tail_pool=report.tail_pool,
         requests=[str(unit) for unit in report.requests],
         tickets=[str(unit) for unit in report.tickets],
         load=report.load,

@@ -106,6 +106,7 @@ class NodeLedger(Struct, frozen=True, kw_only=True):
     tickets: list[str]
     load: Load
     stats: NodeStats
+    tail_pool: PoolLedger | None = None  # tail pages, of layers with a window; null: the model has none
 
 
 class LedgersAnswer(Struct, frozen=True):

@@ -25,6 +25,7 @@ from baton.engine.rounds.rounds import Rounds, Submitted
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner
+from baton.engine.state.tail_pages import TailPages
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
@@ -44,6 +45,7 @@ class Running:
     slot: int | None = None
     num_missed: int = 0
     lacks_draft: bool = False
+    tail: TailPages | None = None
     salt: str = ""
     num_accepted: list[int] = field(default_factory=list)
 
@@ -70,7 +72,7 @@ def start(
         size = min(at_once, batch - first), prompt_len
         prompts = torch.randint(0, engine.card.vocab_size, size, generator=generator).tolist()
         pages = [engine.pool.allocate(num_pages, Owner.REQUEST) for _ in prompts]
-        computed = engine.compute([BatchRow(ids, 0, own) for ids, own in zip(prompts, pages, strict=True)])
+        computed = engine.compute([row_of(engine, ids, 0, own) for ids, own in zip(prompts, pages, strict=True)])
         if under_way is not None:
             sequences += _admit(engine, rounds, params, *under_way)
         under_way = (prompts, pages, computed)
@@ -85,14 +87,21 @@ def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) ->
     pages = engine.pool.allocate(-(-(prompt_len + num_new + 64) // engine.pool.page_size), Owner.REQUEST)
     first = (prompt_len - 1) // CHUNK * CHUNK
     store(engine, ids[:first], pages)
-    computed = engine.compute([BatchRow(ids[first:], first, pages)])
+    computed = engine.compute([row_of(engine, ids[first:], first, pages)])
     return _admit(engine, rounds, GREEDY, [ids], [pages], computed)[0]
+
+
+def row_of(engine: Engine, ids: Sequence[int], position: int, pages: Sequence[int], num_logits: int = 1) -> BatchRow:
+    """Return a row of a forward. Its tail pages, if the model has any, follow from its pages, which are neighbours."""
+    most = engine.pool.num_tails - 1
+    tail = [1 + (page - 1) % most for page in pages] if engine.tail_window else ()
+    return BatchRow(ids, position, pages, num_logits, tail=tail)
 
 
 def store(engine: Engine, ids: Sequence[int], pages: Sequence[int]) -> None:
     """Store the KV of a prompt's first tokens."""
     for first in range(0, len(ids), CHUNK):
-        engine.compute([BatchRow(ids[first : first + CHUNK], first, pages, 0)])
+        engine.compute([row_of(engine, ids[first : first + CHUNK], first, pages, 0)])
 
 
 def _admit(
@@ -107,7 +116,8 @@ def _admit(
     sequences: list[Running] = []
     for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
         state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size)
-        sequence = Running([*ids, token], len(ids), own, state)
+        tail = TailPages(engine.pool.num_pages, [*(row_of(engine, (), 0, own).tail or ())])
+        sequence = Running([*ids, token], len(ids), own, state, tail=tail if engine.tail_window else None)
         rounds.admit(sequence, None if draft is None else pack_draft(engine.schema, draft.row(row)))
         sequences.append(sequence)
     return sequences

@@ -52,7 +52,12 @@ RANDOM_ENERGY = 2e-4  # of an embedding's, outside of the subspace
 RANDOM_LOGIT = 0.05  # standard deviation of what that adds to logits
 SINK = -1e6  # far below the score of every key
 
-PLANTED = {"tie_word_embeddings": False, "rope_theta": ROPE_THETA, "rope_scaling": None, "_planted": True}
+PLANTED = {
+    "tie_word_embeddings": False,
+    "rope_theta": ROPE_THETA,
+    "rope_scaling": {"rope_type": "default"},
+    "_planted": True,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def test_a_vocabulary_too_small_is_refused() -> None:
 def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) -> None:
     """Every read has its own layer, and the norm scales the embeddings by a power of two."""
     fields = synthetic.ARCHITECTURES[architecture] | {"tie_word_embeddings": False, "rope_theta": 1e9}
-    model = PlantedModel(tensor_files.write_config(tmp_path, fields | {"rope_scaling": None}))
+    model = PlantedModel(tensor_files.write_config(tmp_path, fields | {"rope_scaling": {"rope_type": "default"}}))
     layers = [place.layer for place in model.places]
     assert layers == sorted(set(layers))
     without_window = [layer for layer, window in enumerate(model.config.sliding_window) if window is None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,6 @@ from solo import Running, Solo
 from thinned import thinned
 
 from baton.engine.sampling.state import SamplingState
-from baton.engine.state.pages import Owner
-from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
 BOUND = 1e-4
@@ -23,8 +22,8 @@ def local(solo: Solo, prompt: list[int]) -> Running:
     """Return a sequence with a slot whose prompt is not computed yet."""
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=len(prompt))
     state = SamplingState(params, prompt, vocab_size=solo.engine.model_config.vocab_size)
-    pages = solo.engine.pool.allocate(-(-(len(prompt) + 24) // solo.engine.pool.page_size), Owner.REQUEST)
-    sequence = Running(len(prompt), prompt, 0, pages, state, lacks_draft=True)
+    pages = solo._allocate(len(prompt) + 24)
+    sequence = Running(len(prompt), prompt, 0, pages, state, lacks_draft=True, tail=solo._tails[pages[0]])
     solo.rounds.admit(sequence, None)
     return sequence
 
@@ -32,7 +31,7 @@ def local(solo: Solo, prompt: list[int]) -> Running:
 def compute(solo: Solo, sequences: Sequence[Running], chunks: Sequence[tuple[int, int]]) -> None:
     """Compute one chunk of each sequence together."""
     rows = [
-        BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0)
+        replace(solo._row(sequence.token_ids[start:stop], start, sequence.pages), num_logits=0)
         for sequence, (start, stop) in zip(sequences, chunks, strict=True)
     ]
     solo.rounds.recompute(sequences, rows)

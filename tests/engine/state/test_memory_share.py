@@ -31,54 +31,58 @@ DRIVER = GIB // 2
 ALONE = Memory(total=140 * GIB, free=123 * GIB - DRIVER, held=17 * GIB, peak=20 * GIB, host=256 * GIB)
 
 
+def bytes_of(num_pages: int) -> int:
+    return num_pages * PAGE
+
+
 def test_pages_take_the_share_less_what_else_needs_memory() -> None:
-    assert num_pages(ALONE, 0.9, PAGE) == (int(0.9 * 140 * GIB) - 20 * GIB - RESERVE) // PAGE
+    assert num_pages(ALONE, 0.9, bytes_of) == (int(0.9 * 140 * GIB) - 20 * GIB - RESERVE) // PAGE
 
 
 def test_two_nodes_of_one_gpu_take_half_each_in_any_order() -> None:
     """The first has measured before the second has any memory, the second after."""
-    first = num_pages(ALONE, 0.45, PAGE)
+    first = num_pages(ALONE, 0.45, bytes_of)
     beside = ALONE._replace(free=ALONE.free - DRIVER - 20 * GIB - first * PAGE)
-    assert num_pages(beside, 0.45, PAGE) == first
+    assert num_pages(beside, 0.45, bytes_of) == first
 
 
 def test_what_other_processes_hold_or_need_later_is_left_alone() -> None:
     """A neighbour holds less than it needs while it captures graphs, or serves little."""
     crowded = ALONE._replace(free=30 * GIB)
-    found = num_pages(crowded, 0.9, PAGE)
+    found = num_pages(crowded, 0.9, bytes_of)
     assert found == (30 * GIB - 3 * GIB - 14 * GIB) // PAGE, "working memory of 3 GiB comes back after measuring"
 
 
 def test_a_node_may_be_given_the_whole_gpu() -> None:
-    found = num_pages(ALONE, 1.0, PAGE) * PAGE
+    found = num_pages(ALONE, 1.0, bytes_of) * PAGE
     assert found == pytest.approx(140 * GIB - 20 * GIB - RESERVE - DRIVER, abs=PAGE)
 
 
 def test_the_mirror_fits_in_the_nodes_share_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
     """So two nodes that share a GPU do not fill the host together. Without a mirror nothing of the host is needed."""
-    assert num_pages(ALONE._replace(host=10 * GIB), 0.45, PAGE) == int(4.5 * GIB) // PAGE
+    assert num_pages(ALONE._replace(host=10 * GIB), 0.45, bytes_of) == int(4.5 * GIB) // PAGE
     assert "the host's memory bounds the pools to 2304 of" in caplog.text
-    assert num_pages(ALONE._replace(host=None), 0.45, PAGE) == num_pages(ALONE, 0.45, PAGE)
+    assert num_pages(ALONE._replace(host=None), 0.45, bytes_of) == num_pages(ALONE, 0.45, bytes_of)
 
 
 def test_a_share_that_leaves_no_page_is_refused_with_one_that_leaves_some() -> None:
     with pytest.raises(ConfigError, match=r"take 21\.5 GB.*memory_share 0\.10 of this GPU is 15\.0 GB") as refused:
-        num_pages(ALONE, 0.1, PAGE)
+        num_pages(ALONE, 0.1, bytes_of)
     advised = float(str(refused.value).split("--memory-share ")[1].split()[0])
-    assert num_pages(ALONE, advised, PAGE) >= 3 > 0.1 / advised
+    assert num_pages(ALONE, advised, bytes_of) >= 3 > 0.1 / advised
 
 
 def test_a_full_gpu_is_refused_with_what_others_hold() -> None:
     words = r"other processes and the driver hold 127\.8 GB of the 150\.3 GB.*--memory-share 0\.45 each"
     with pytest.raises(ConfigError, match=words):
-        num_pages(ALONE._replace(free=4 * GIB), 0.9, PAGE)
+        num_pages(ALONE._replace(free=4 * GIB), 0.9, bytes_of)
 
 
 def test_a_gpu_that_is_too_small_is_refused_as_such() -> None:
     small = ALONE._replace(total=20 * GIB, free=3 * GIB - DRIVER)
     for share in (0.45, 0.9, 1.0):
         with pytest.raises(ConfigError, match=r"this GPU has 21\.5 GB: it is too small for the model"):
-            num_pages(small, share, PAGE)
+            num_pages(small, share, bytes_of)
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.01])
@@ -128,9 +132,9 @@ def test_pools_that_do_not_fit_name_what_was_given(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engines, "pool_zeros", full)
     layouts = [KvLayout.of(PoolLayout(24, 8, 128, "bfloat16"), 1024)]  # 96 MiB per page
     with pytest.raises(ConfigError, match=r"num_pages 64 need 6\.4 GB.*3\.2 GB free; use 32 pages or fewer"):
-        engines._on_gpu(layouts, 64, torch.device("cuda"), is_given=True)
+        engines._on_gpu(layouts, [64], torch.device("cuda"), is_given=True)
     with pytest.raises(ConfigError, match=r"needs 6\.4 GB.*--memory-share 0\.45 each") as refused:
-        engines._on_gpu(layouts, 64, torch.device("cuda"), is_given=False)
+        engines._on_gpu(layouts, [64], torch.device("cuda"), is_given=False)
     assert "num_pages" not in str(refused.value) and "num-pages" not in str(refused.value)
 
 

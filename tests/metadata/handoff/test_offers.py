@@ -89,6 +89,16 @@ def test_an_offer_before_the_welcome_is_refused(ticket: Ticket) -> None:
         read(offer, num_peer_pages=0)
 
 
+@pytest.mark.parametrize("source", [9, 10, 14, 10**6])
+def test_tail_pages_that_the_peer_does_not_have_are_refused(ticket: Ticket, source: int) -> None:
+    [offer] = write_offers(ticket, [1, 2, 3], SCHEMA)
+    good = msgspec.structs.replace(offer, pages=pack_ids([8, 7, 13]))
+    assert [page.source for page in read_offer(good, SCHEMA, 4, 1, 10, 1, 4)] == [8, 7, 13]
+    wrong = msgspec.structs.replace(offer, pages=pack_ids([8, 7, source]))
+    with pytest.raises(ProtocolError, match=rf"pages \[{source}\] are not among the peer's tail pages 11 to 13"):
+        read_offer(wrong, SCHEMA, 4, 1, 10, 1, 4)
+
+
 def test_a_ragged_column_is_refused() -> None:
     assert unpack_column(pack_ids([3, -1])) == [3, -1]
     with pytest.raises(ProtocolError, match="a column of 5 bytes is not int32"):

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.metadata.wire.node_info import FurtherPool, KvPlane
 from baton.router.nodes.mismatch import incompatible_nodes, missing_partner, refusal
 
 from ..fake_nodes import make_layout
@@ -105,3 +106,17 @@ def test_a_node_misses_a_partner_if_only_other_models_are_served_by_the_other_ro
     )
     clocked.join(name="p1", role="prefill")
     assert missing_partner(node, nodes.values()) is None
+
+
+def test_an_older_node_of_a_model_with_tail_pages_is_refused_with_both_layouts_and_protocols(
+    clocked: ClockedRegistry,
+) -> None:
+    """Older releases have one pool for layers with a window and without one."""
+    clocked.join(name="p0", role="prefill", protocol_max=7, protocol=7)
+    planes = tuple(KvPlane(name, 2, 8, "float32") for name in ("k", "v"))
+    layout = make_layout()
+    target = msgspec.structs.replace(layout.target, further=(FurtherPool("window", 12, planes, 128),))
+    reason = reason_for(clocked, layout=msgspec.structs.replace(layout, target=target), protocol_min=8)
+    planes_in_words = "k: 2 heads x 8 float32, v: 2 heads x 8 float32"
+    assert f"target.window: 12 layers x ({planes_in_words}) of 128 positions here, absent there" in reason
+    assert "protocol versions: 8..8 here, 4..7 there" in reason

@@ -60,6 +60,7 @@ class View:
         self.device, self.memory = device, device.memory[place]
         self.pages, self.generations = device.pools[place], self.memory.generations
         self.layout, self.page_bytes = self.memory.layout, self.memory.page_bytes
+        self.first = self.memory.first
 
     def close(self) -> None:
         self.memory.close()
@@ -104,8 +105,14 @@ class FakeDevice:
     # --- as DevicePool says ---
 
     def map(
-        self, descriptors: Sequence[int], sizes: Sequence[int], num_pages: int, part: PagePart | None = None
+        self,
+        descriptors: Sequence[int],
+        sizes: Sequence[int],
+        num_pages: int,
+        part: PagePart | None = None,
+        num_tails: int = 0,
     ) -> FakeMapping:
+        assert num_tails == 0, "it has no tail pages"
         pools: list[np.ndarray] = []
         part = part or whole_part(self.memory)
         for theirs, descriptor, size in zip(part.pools, descriptors, sizes, strict=True):

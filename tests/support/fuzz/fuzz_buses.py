@@ -234,6 +234,9 @@ class RouterTarget(Target):
 
 
 class _Books:
+    def tail_ledger(self) -> None:
+        return None
+
     def ledger(self) -> PoolLedger:
         return PoolLedger(free=1, padding=1, request=0, ticket=0, cache=0, cache_referenced=0)
 

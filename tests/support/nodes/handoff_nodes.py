@@ -16,7 +16,7 @@ from patience import Patience
 from baton.metadata.handoff.client import ANSWER_S, HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
-from baton.metadata.handoff.schema.schema import kv_layouts, make_schema, on_gpu, row_bytes
+from baton.metadata.handoff.schema.schema import are_tails, kv_layouts, make_schema, on_gpu, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.transfer import TransferFailed
 from baton.metadata.wire.data_link import CudaWelcome, LinkWelcome
@@ -39,11 +39,13 @@ def unit(rid: str = "r", choice: int = 0, attempt: int = 0) -> Unit:
 
 
 def make_memory(schema: HandoffSchema, num_pages: int, seed: int | None = None) -> list[PageMemory]:
-    """Return one pool per layout of the schema, with random bytes if there is a seed, otherwise with zeros."""
+    """Return one pool per layout of the schema, with random bytes if there is a seed, otherwise with zeros. Each has
+    `num_pages`, also one of tail pages."""
     rng = np.random.default_rng(seed)
     memory: list[PageMemory] = []
-    for layout in kv_layouts(schema):
-        pool = PageMemory(layout, num_pages)
+    num_counted = num_pages * (2 if any(are_tails(schema)) else 1)
+    for layout, is_tail in zip(kv_layouts(schema), are_tails(schema), strict=True):
+        pool = PageMemory(layout, num_pages, num_pages if is_tail else 0, num_counted=num_counted)
         if seed is not None:
             pool.pages[:] = rng.integers(0, 256, pool.pages.shape, np.uint8)
         memory.append(pool)

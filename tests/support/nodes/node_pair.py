@@ -202,6 +202,8 @@ class NodePair:
             node.cache.flush()
             ledger = node.cache.ledger()
             assert ledger.free + ledger.padding == node.cache.pool.num_pages, ledger
+            tails = node.cache.tail_ledger()
+            assert tails is None or tails.free + tails.padding == node.cache.pool.num_tails, tails
 
     def inspect(self, node: str) -> LedgerReport:
         """Return the node's books as the router gets them."""

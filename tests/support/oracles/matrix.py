@@ -21,6 +21,7 @@ from node_pair import NodePair, Result, params, replace
 
 from baton.decode_node.scheduler import StepPlan
 from baton.engine.drafters.base import RoundRows
+from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.inputs import InputBlock
 from baton.engine.rounds.rounds import Submitted
@@ -168,21 +169,31 @@ def _least_gap(pair: NodePair, case: Case) -> float:
     engine, gaps = pair.prefill.prompts.engine, []
     vocab_size = engine.model_config.vocab_size
     longest = len(case.prompt) + case.params.max_tokens
-    pages = engine.pool.allocate(-(-longest // PAGE_SIZE), Owner.REQUEST)
+    pages, tail = pages_for(engine, longest)
     for choice, result in enumerate(case.expected):
         states = [
             SamplingState(case.params, case.prompt, result.ids[:i], vocab_size=vocab_size, choice=choice)
             for i in range(len(result.ids))
         ]
         with torch.inference_mode():
-            logits = engine.forward([BatchRow(case.prompt + result.ids[:-1], 0, pages, len(result.ids))])
+            logits = engine.forward([BatchRow(case.prompt + result.ids[:-1], 0, pages, len(result.ids), tail=tail)])
             batch = SamplingBatch.of(states)
             if case.params.grammar is not None:
                 batch = batch.within(allowed(engine.model_dir, case.params, result.ids, vocab_size))
             gaps.append(float(tie_gap(logits, batch).min()))
             assert sample(logits, batch).token_ids.tolist() == result.ids or gaps[-1] < LEAST_GAP, case.ask
-    engine.pool.release(pages)
+    engine.pool.release(pages + [engine.pool.num_pages + page for page in tail])
     return min(gaps)
+
+
+def pages_for(engine: Engine, num_tokens: int) -> tuple[list[int], list[int]]:
+    """Allocate pages for so many tokens. Return them, and the table of tail pages beside them, which is empty if the
+    model has none."""
+    pool = engine.pool
+    pages, tails = pool.allocate(-(-num_tokens // pool.page_size), Owner.REQUEST), list[int]()
+    if engine.tail_window:
+        tails = pool.allocate_tails(len(pages), Owner.REQUEST)
+    return pages, [page - pool.num_pages for page in tails]
 
 
 # --- drafters that are often right ---
@@ -276,9 +287,9 @@ class Watch:
 
             return filled
 
-        def moving(block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        def moving(block_table: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, *tails: Any) -> None:
             watch.num_moves += int((sources != targets).sum())
-            move(block_table, sources, targets)
+            move(block_table, sources, targets, *tails)
 
         rounds.submit, rounds.collect, pair.decode.executor.engine.move_kv = submitting, collecting, moving
         buckets.fill_round, buckets.fill_catch_up = filling(fill_round), filling(fill_catch_up)

@@ -20,6 +20,7 @@ from heads import over_all_tokens
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
+from baton.engine.checkpoint.model_config import WINDOW_POOL, WINDOW_VALUES
 from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
@@ -32,6 +33,7 @@ from baton.engine.sampling.row_shares import Lens
 from baton.engine.sampling.sampling import SubmittedSample
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner
+from baton.engine.state.tail_pages import TailPages
 from baton.engine.work import MAX_MISSED, Accepted, BatchRow, RoundTokens
 from baton.metadata.wire.request import SamplingParams
 
@@ -51,6 +53,7 @@ class Running:
     slot: int | None = None
     num_missed: int = 0
     lacks_draft: bool = False
+    tail: TailPages | None = None
     salt: str = ""
     num_accepted: list[int] = field(default_factory=list)  # one a round
 
@@ -86,6 +89,7 @@ class Solo:
         self.drafter: Drafter = self.engine.drafter
         self.executor = DeviceExecutor(self.engine, num_slots, buckets)
         self.rounds = Rounds(self.executor)
+        self._tails: dict[int, TailPages | None] = {}  # by the first page of a sequence
 
     def start(self, prompt: Sequence[int], params: SamplingParams, *, chunk: int = 64) -> Running:
         """Compute the prompt, `chunk` tokens at a time, and sample the first token."""
@@ -104,7 +108,7 @@ class Solo:
             assert token is not None
             state.append(token)
         started = [
-            Running(len(ids), [*ids, token], len(ids), own, state)
+            Running(len(ids), [*ids, token], len(ids), own, state, tail=self._tails[own[0]])
             for ids, token, own, state in zip(prompts, tokens, pages, states, strict=True)
         ]
         draft = self._finish(started, extend)
@@ -152,7 +156,8 @@ class Solo:
         prompt, output = sequence.token_ids[: sequence.prompt_len], sequence.generated
         known_by = sequence.sampling
         sampling = SamplingState(known_by.params, prompt, output, vocab_size=known_by.vocab_size)
-        scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling)
+        tail = self._tails[pages[0]]
+        scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling, tail=tail)
         self.rounds.admit(scratch, pack_draft(self.engine.schema, self._finish([scratch], extend)))
         return scratch
 
@@ -173,17 +178,35 @@ class Solo:
         """Return what the pools beside that of KV hold of all tokens with target KV."""
         pools = self.engine.draft_pools if of_draft else self.engine.target_pools
         further = () if pools is None else pools.further.values()
-        return [gather(pool, sequence.pages, sequence.num_computed) for pool in further]
+        return [gather(pool, self._table(pool, sequence), sequence.num_computed) for pool in further]
+
+    def _table(self, pool: torch.Tensor, sequence: Running) -> list[int]:
+        """Return the pages of a sequence in one of the pools."""
+        further = self.engine.target_pools.further
+        is_tail = any(pool is further.get(name) for name in (WINDOW_POOL, WINDOW_VALUES))
+        return sequence.tail.pages if is_tail and sequence.tail is not None else sequence.pages
 
     def poison(self, sequence: Running) -> None:
         """Overwrite every slot of the sequence beyond its tokens with KV, in all pools."""
         page_size = self.engine.pool.page_size
         for kv in self.engine.kvs:
+            table = self._table(kv, sequence)
             for slot in range(sequence.num_computed, len(sequence.pages) * page_size):
-                kv[:, sequence.pages[slot // page_size], :, :, slot % page_size] = POISON
+                kv[:, table[slot // page_size], :, :, slot % page_size] = POISON
 
     def _allocate(self, num_tokens: int) -> list[int]:
-        return self.engine.pool.allocate(-(-num_tokens // self.engine.pool.page_size), Owner.REQUEST)
+        """Return pages of a sequence, which has a tail page for each if the model has any."""
+        pool = self.engine.pool
+        pages, tail = pool.allocate(-(-num_tokens // pool.page_size), Owner.REQUEST), None
+        if self.engine.tail_window:
+            tail = TailPages(pool.num_pages)
+            tail.extend(len(pages), pool.allocate_tails(len(pages), Owner.REQUEST))
+        self._tails[pages[0]] = tail
+        return pages
+
+    def _row(self, ids: Sequence[int], start: int, pages: list[int]) -> BatchRow:
+        tail = self._tails[pages[0]]
+        return BatchRow(ids, start, pages, tail=None if tail is None else tail.pages)
 
     def _compute(
         self, prompts: Sequence[Sequence[int]], pages: Sequence[list[int]], chunk: int
@@ -193,7 +216,7 @@ class Solo:
         for start in range(0, num_tokens, chunk):
             stop = min(start + chunk, num_tokens)
             computed = self.engine.compute(
-                [BatchRow(ids[start:stop], start, own) for ids, own in zip(prompts, pages, strict=True)]
+                [self._row(ids[start:stop], start, own) for ids, own in zip(prompts, pages, strict=True)]
             )
             chunks = [PromptChunk(ids, start, stop, own) for ids, own in zip(prompts, pages, strict=True)]
             with torch.inference_mode():

@@ -1,0 +1,109 @@
+"""The tail pages of one sequence: the KV of layers with a window, as much of it as they read back.
+
+A tail page holds the rows of one page of tokens, at their absolute positions. The table of a sequence has a tail page
+for each page of tokens, as its block table has a kept page. A sequence needs few of them, however long it is: when it
+holds as many as a step may read and write, the next page of tokens takes the tail page of its oldest one.
+
+    page of tokens   |  0 |  1 |  2 |  3 |  4 |  5 |
+    tail page        | 17 | 18 | 19 | 17 | 18 | 19 |     `most` is 3: pages 3 to 5 are held, 0 to 2 are written over
+
+The device does its work in order, so a step that still reads an older row has done so before a later one writes over
+it. Rows that a failed step did not write were not written over either: the step is repeated exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from ...metadata.handoff.schema.schema import pages_of
+
+
+def most_tails(window: int, num_new: int, page_size: int) -> int:
+    """Return how many tail pages hold all that `num_new` tokens in a row see of layers with this window, themselves
+    included, wherever a page begins."""
+    return pages_of(max(0, window + num_new - 2), page_size) + 1
+
+
+def tails_before(window: int, page_size: int) -> int:
+    """Return how many tail pages hold what the token behind a whole page sees of layers with this window."""
+    return pages_of(max(0, window - 1), page_size)
+
+
+def tails_beside(num_pages: int, window: int, page_size: int, *, num_new: int, chunk_len: int, max_running: int) -> int:
+    """Return how many tail pages a pool has beside `num_pages` kept pages, padding included: for two chunks, for as
+    many sequences as may run, whose texts are four times as long as their tails or longer, and a quarter of the kept
+    pages for the prefix cache. There are never more tail pages than kept ones.
+
+    `num_new`: tokens of the rounds of a sequence. A quarter lets work continue behind every cached text that is four
+    windows long, and leaves three quarters of what the windows save to more context."""
+    of_chunks = 2 * most_tails(window, chunk_len + num_new, page_size)
+    of_sequences = min(max_running * most_tails(window, num_new, page_size), num_pages // 4)
+    return min(num_pages, 1 + of_chunks + of_sequences + num_pages // 4)
+
+
+@dataclass(slots=True, eq=False)
+class TailPages:
+    """The table of one sequence. Numbers of pages are counted from the first tail page of the pool, `base`."""
+
+    base: int
+    pages: list[int] = field(default_factory=list[int])  # by page of tokens; it only grows
+    first: int = 0  # the first page of tokens whose tail page is the sequence's own, and not written over
+
+    @classmethod
+    def from_page(cls, base: int, first: int) -> TailPages:
+        """Return the table of a sequence whose tail begins at page `first` of tokens. Nothing reads those before."""
+        return cls(base, [0] * first, first)
+
+    @classmethod
+    def behind(cls, base: int, num_pages: int, cached: Sequence[int]) -> TailPages:
+        """Return the table of a sequence that continues behind `num_pages` cached pages, of whose tail pages it reads
+        `cached`, the last ones. They belong to the prefix cache."""
+        pages = [0] * (num_pages - len(cached)) + [page - base for page in cached]
+        return cls(base, pages, num_pages)
+
+    @property
+    def own(self) -> list[int]:
+        """The sequence's own tail pages by their numbers in the pool's books."""
+        return [self.base + page for page in self.pages[self.first :]]
+
+    def rest(self, taken: Collection[int], first_read: int | None = None) -> list[int]:
+        """Return the sequence's own tail pages but those that the prefix cache has `taken`. `first_read`: only pages
+        before this page of tokens; None: all."""
+        stop = len(self.pages) if first_read is None else max(self.first, first_read)
+        return [page for page in self.numbers(range(self.first, stop)) if page not in taken]
+
+    def numbers(self, indices: range) -> list[int]:
+        """Return the numbers in the pool's books of the tail pages of some pages of tokens."""
+        return [self.base + page for page in self.pages[indices.start : indices.stop]]
+
+    def num_missing(self, end: int, most: int) -> int:
+        """Return how many tail pages `extend` takes to reach page `end` of tokens, if the sequence may hold `most`."""
+        if end <= len(self.pages):
+            return 0
+        return max(0, min(end - self.first, most) - (len(self.pages) - self.first))
+
+    def extend(self, end: int, own: Sequence[int]) -> None:
+        """Reach page `end` of tokens with `own` new tail pages, then with those of the oldest pages of tokens."""
+        new = iter(own)
+        for _ in range(len(self.pages), end):
+            page = next(new, None)
+            if page is None:
+                self.pages.append(self.pages[self.first])
+                self.first += 1
+            else:
+                self.pages.append(page - self.base)
+
+    def passed(self, end: int, num_new: int) -> range:
+        """Return the pages of tokens whose tail pages `extend` takes to reach page `end` with `num_new` new ones."""
+        return range(self.first, self.first + max(0, end - len(self.pages) - num_new))
+
+    def replace(self, first: int, own: Sequence[int]) -> None:
+        """Hold the tail pages `own` instead of those of the pages of tokens from `first` on, which nothing reads."""
+        self.pages[first : first + len(own)] = [page - self.base for page in own]
+
+    def shrink(self, most: int) -> list[int]:
+        """Keep the last `most` tail pages. Return the others, which the caller frees."""
+        surplus = self.own[: max(0, len(self.pages) - self.first - most)]
+        self.first += len(surplus)
+        return surplus
