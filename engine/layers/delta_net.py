@@ -1,8 +1,8 @@
 """The layer with a gated delta rule in place of attention (Qwen3-Next): states at the ends of blocks, and rows since.
 
-Two pools have tail pages (engine/attention/pool_rows.py): DELTA_ROWS has what the input projections give for each token,
-and DELTA_STATES has the state after each block, divided among the rows of its tokens. A token reads at most two blocks
-back, so a sequence holds few of these pages, and cached ones are the states behind which other texts continue.
+Two pools have tail pages (engine/attention/pool_rows.py): DELTA_ROWS has what the input projections give for each
+token, and DELTA_STATES has the state after each block, divided among the rows of its tokens. A token reads at most two
+blocks back, so a sequence holds few of these pages, and cached ones are the states behind which other texts continue.
 
     tokens   | block                 | block                 |  part of a block
     pages    | rows, state after it  | rows, state after it  |  rows
