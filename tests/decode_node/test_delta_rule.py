@@ -21,6 +21,7 @@ from baton.engine.rounds import device_executor
 FAMILIES = thinned(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], lambda i, _: i == 0)
 SIZES = {  # so that two and three ranks can share them
     "num_attention_heads": 6,
+    "num_key_value_heads": 6,
     "intermediate_size": 96,
     "hidden_size": 96,
     "linear_num_key_heads": 6,
