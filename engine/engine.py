@@ -24,7 +24,7 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema.hidden_layout import HiddenDtype
 from ..metadata.handoff.schema.kv_layout import DTYPE_BYTES, KvLayout, Shard
-from ..metadata.handoff.schema.schema import are_tails, kv_layouts, on_gpu, page_bytes, pools
+from ..metadata.handoff.schema.schema import are_tails, kv_layouts, on_gpu, page_bytes, pools, tail_window
 from ..metadata.logs import size_in_words
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
@@ -100,6 +100,7 @@ class Engine:
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         _check_tried(self.device, self.model_config, self.speculation.draft)
+        _check_trees(self.model_config, self.speculation)
         if not self.speculation.frozen_layers:  # these are read at any position by a drafter
             self.model_config = self.model_config.with_tail()
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
@@ -390,7 +391,7 @@ class Engine:
     @property
     def tail_window(self) -> int:
         """Positions that the target's layers with tail pages see; 0: it has no such layers."""
-        return self.model_config.tail_window
+        return tail_window(self.schema)
 
     @property
     def page_bytes(self) -> int:
@@ -552,7 +553,7 @@ def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, specul
             f"page_size is {config.page_size}, but {model.architecture} makes entries of {unit} tokens, which lie in "
             f"one page; use --page-size {unit} or a multiple"
         )
-    target = model.pool(dtype, config.kv_dtype)
+    target = model.pool(dtype, config.kv_dtype, config.page_size)
     return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
 
 
@@ -561,6 +562,15 @@ def _check_tried(device: torch.device, *configs: ModelConfig | None) -> None:
     for config in configs if device.type == "cuda" else ():
         if config is not None and (untried := config.untried_on_gpu):
             raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
+
+
+def _check_trees(config: ModelConfig, speculation: Speculation) -> None:
+    """Raise ConfigError if drafts are a tree, and the target has layers that read tokens in their order."""
+    if config.delta is not None and not speculation.shape.is_chain:
+        raise ConfigError(
+            f"{config.architecture}: layers with a gated delta rule verify chains alone, and draft_topk is "
+            f"{speculation.shape.topk}; use --draft-topk 1"
+        )
 
 
 def _check_size(num_pages: int) -> None:

@@ -63,7 +63,8 @@ def begin_attention(
     if config.compressed is not None:
         return begin_compressed(config, batch, pools)
     context = _begin(config, rotary, batch, pools, dtype)
-    return FurtherPools(context, PoolRows.of(batch, pools.further)) if pools.further else context
+    seen = batch.of_tails() if config.has_tail else batch
+    return FurtherPools(context, PoolRows.of(seen, pools.further)) if pools.further else context
 
 
 def _begin(

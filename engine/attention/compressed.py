@@ -84,7 +84,7 @@ class CompressedAttention(AttentionContext):
             if first == end:
                 continue
             has_before = pool.overlaps and first > 0
-            read = rows.read(pool.inputs, pool.place, new, (first - has_before) * rate, end * rate)
+            read = rows.read(pool.inputs, pool.place, new.pages, (first - has_before) * rate, end * rate).flatten(1)
             made = compress(read, pool.bias, pool.norm, has_before=has_before).unsqueeze(1)
             windows = torch.arange(first, end, device=made.device)
             rotate_pairs_(made, *_turns(windows * rate, pool.frequencies))
@@ -92,7 +92,7 @@ class CompressedAttention(AttentionContext):
 
     def entries(self, pool: EntryPool, new: NewRows) -> Tensor:
         """Return the entries that the last token of a sequence sees, [num_entries, width]."""
-        windows = torch.arange(new.stop // pool.rate, device=new.table.device)
+        windows = torch.arange(new.stop // pool.rate, device=new.pages.device)
         whole, places = self._entry_places(pool, new, windows)
         return whole[places][:, : len(pool.norm.weight)]
 
@@ -106,7 +106,7 @@ class CompressedAttention(AttentionContext):
         page_size, width = layer.shape[3:]
         assert page_size % rate == 0, (page_size, rate)
         slots = windows * rate
-        places = new.table[slots // page_size] * (page_size // rate) + slots % page_size // rate
+        places = new.pages[slots // page_size] * (page_size // rate) + slots % page_size // rate
         return layer.view(-1, rate * width), places
 
 

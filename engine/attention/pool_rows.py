@@ -40,7 +40,7 @@ class NewRows(NamedTuple):
     tokens: slice  # of the forward
     start: int
     stop: int
-    table: torch.Tensor  # [max_pages] int64, pages of the sequence
+    pages: torch.Tensor  # [max_pages] int64, of the sequence
 
 
 @dataclass(frozen=True, eq=False)  # without slots, because it keeps the slots of its tokens
@@ -68,6 +68,32 @@ class PoolRows:
         num_planes, num_heads, width = pool.shape[1], pool.shape[2], pool.shape[4]
         pool[pages, :, :, slots] = rows.view(-1, num_planes, num_heads, width).to(pool.dtype)
 
+    def new_rows(self) -> Iterator[NewRows]:
+        """Yield the new tokens of each sequence, without those behind its last page. Tokens of one sequence come in the
+        order of their slots. The host reads lengths, so no graph can hold it."""
+        stop = sum(batch.num_tokens for batch in self.batches)
+        for batch in reversed(self.batches):  # the last one has the earlier tokens of a sequence that is in both
+            first = stop = stop - batch.num_tokens
+            for seq, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens.tolist(), strict=True)):
+                start = max(0, seq_len - query_len)
+                end = min(start + query_len, batch.block_table.shape[1] * batch.page_size)
+                if end > start:
+                    yield NewRows(slice(first, first + end - start), start, end, batch.block_table[seq])
+                first += query_len
+
+    def read(self, name: str, place: int, pages: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Return the rows in slots `first` to `stop` of a sequence with these pages, in layer `place` of a pool of one
+        plane: [stop - first, num_heads, width]."""
+        pool = self.pools[name][place]
+        slots = torch.arange(first, stop, device=pool.device)
+        return pool[pages[slots // pool.shape[3]], 0, :, slots % pool.shape[3]]
+
+    def write(self, name: str, place: int, pages: torch.Tensor, first: int, rows: torch.Tensor) -> None:
+        """Write rows [num_rows, num_heads, width] into the slots from `first` on, as `read` returns them."""
+        pool = self.pools[name][place]
+        slots = torch.arange(first, first + len(rows), device=pool.device)
+        pool[pages[slots // pool.shape[3]], 0, :, slots % pool.shape[3]] = rows
+
     def sequences(self, name: str, place: int) -> Iterator[SeenRows]:
         """Yield what the tokens of each sequence see in layer `place` of a pool. The rows of all new tokens must be
         stored. The host reads lengths, so no graph can hold it."""
@@ -82,25 +108,6 @@ class PoolRows:
                 yield SeenRows(slice(start + first, start + first + query_len), stored, is_seen)
                 first += query_len
             start += batch.num_tokens
-
-    def new_rows(self) -> Iterator[NewRows]:
-        """Yield the new tokens of each sequence, without those behind its last page. The host reads lengths, so no
-        graph can hold it."""
-        first = 0
-        for batch in self.batches:
-            for seq, (query_len, seq_len) in enumerate(zip(batch.query_lens, batch.seq_lens.tolist(), strict=True)):
-                start = max(0, seq_len - query_len)
-                stop = min(start + query_len, batch.block_table.shape[1] * batch.page_size)
-                if stop > start:
-                    yield NewRows(slice(first, first + stop - start), start, stop, batch.block_table[seq])
-                first += query_len
-
-    def read(self, name: str, place: int, new: NewRows, start: int, stop: int) -> torch.Tensor:
-        """Return the rows of slots `start` to `stop` of a sequence in layer `place` of a pool, [stop - start,
-        num_planes * num_heads * width]."""
-        pool = self.pools[name][place]
-        slots = torch.arange(start, stop, device=pool.device)
-        return pool[new.table[slots // pool.shape[3]], :, :, slots % pool.shape[3]].flatten(1)
 
 
 def _slots(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,16 @@ _QWEN_VL = {
     "rms_norm_eps": 1e-5,
     "sliding_window": 4096,
 }
+_QWEN3_5 = {
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _GEMMA = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -87,6 +97,9 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {  # by model_type
     },
     "mistral4": {"bos_token_id": 1, "eos_token_id": 2},
     "qwen2": _QWEN2,
+    "qwen3_5_moe_text": _QWEN3_5 | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2},
+    "qwen3_5_text": _QWEN3_5
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_key_value_heads": 4},
     "qwen2_vl_text": _QWEN_VL,
     "qwen2_5_vl_text": _QWEN_VL,
     "qwen3": _QWEN2 | {"head_dim": 128},

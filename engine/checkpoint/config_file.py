@@ -23,6 +23,8 @@ _TEXT_TYPES = {  # model_type of a model with images: that of its text model, if
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen2_vl": "qwen2_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "qwen3_vl": "qwen3_vl_text",
     "vipllava": "llama",
 }

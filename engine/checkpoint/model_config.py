@@ -20,6 +20,8 @@ CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "proportional")
 INDEX = "index"  # the further pool of index keys
+DELTA_ROWS, DELTA_STATES = "delta_rows", "delta_states"  # the further pools of layers with a delta rule
+DELTA_BLOCK = 64  # tokens of a block of the delta rule, if pages do not divide it (`delta_block`)
 WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 
 
@@ -154,15 +156,59 @@ class WindowConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """The layers with a gated delta rule in place of attention (kernels/state/delta_rule.py)."""
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int  # each key head belongs to as many of them, which are neighbours
+    key_dim: int  # of a head
+    value_dim: int
+    num_taps: int  # rows that a convolution reads
+
+    @property
+    def num_shared(self) -> int:
+        """Number of value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of a key head and its value heads that are convolved."""
+        return 2 * self.key_dim + self.num_shared * self.value_dim
+
+    @property
+    def further(self) -> tuple[Further, ...]:
+        """The pools of these layers: a row of inputs per token, and a state per block of tokens."""
+        heads, width = self.num_key_heads, self.num_channels + 2 * self.num_shared
+        size = self.num_shared * self.key_dim * self.value_dim
+        return (
+            Further(DELTA_ROWS, self.layers, width, heads, is_tail=True),
+            Further(DELTA_STATES, self.layers, size, heads, "float32", per_block=True, is_tail=True),
+        )
+
+
+def delta_block(page_size: int) -> int:
+    """Return the number of tokens of a block of the delta rule: at most 64, and whole blocks in a page. So a page that
+    is full has all states that stand in it, and nobody writes it any more."""
+    return math.gcd(page_size, DELTA_BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
 class Further:
     """A pool that a model has beside that of its KV, with the same page numbers. engine/attention/pool_rows.py says how
     layers reach it."""
 
     name: str
     layers: tuple[int, ...]  # of the model, that store something in it, by their place in the pool
-    width: int  # numbers per token of a head
+    width: int  # numbers per token of a head, or per block of tokens
     num_heads: int = 1  # if there are fewer than ranks, several ranks hold the same head
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: of the model's attention
+    per_block: bool = False  # the rows of a block (`delta_block`) have `width` numbers together
+    is_tail: bool = False  # layers read rows of their own block of tokens and the one before alone
+
+    def row_width(self, page_size: int) -> int:
+        """Return the numbers of one head in the row of a token."""
+        return -(-self.width // delta_block(page_size)) if self.per_block else self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +252,8 @@ class ModelConfig:
     has_tail: bool = False  # the pool of layers with a window has tail pages
     further: tuple[Further, ...] = ()  # pools beside that of KV
     compressed: CompressedConfig | None = None  # None: attention sees tokens alone
+    delta: DeltaConfig | None = None  # None: all layers have attention
+    has_output_gate: bool = False  # the projection of queries also gives a gate of what a head attends to
     value_scale: float = 1.0  # by which values are multiplied
     predicts_in_window: bool = False  # prediction layers are dense, and else as the layers with a window
     value_dim: int | None = None  # of a value in pages, if it is narrower than a key: values have a pool of their own
@@ -229,6 +277,8 @@ class ModelConfig:
         """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
         if self.compressed is not None:
             return "attention to entries of several tokens"
+        if self.delta is not None:
+            return "a gated delta rule"
         return "GELU in experts" if self.gemma4 is not None and self.experts is not None else None
 
     @property
@@ -276,12 +326,23 @@ class ModelConfig:
         return self.window is not None and self.window.has_pool
 
     @property
+    def of_attention(self) -> ModelConfig:
+        """The configuration by which attention computes, with the layers that have KV."""
+        if self.delta is None:
+            return self
+        num_layers = len(self._stored(is_windowed=False))
+        return replace(self, num_layers=num_layers, sliding_window=(None,) * num_layers, delta=None)
+
+    @property
     def tail_window(self) -> int:
         """Positions that the layers with tail pages see, their own included; 0: there are no such layers."""
-        return max(filter(None, self.sliding_window)) if self.has_tail else 0
+        return max(filter(None, self.sliding_window), default=0) if self.has_tail else 0
 
     def with_tail(self) -> ModelConfig:
-        """Return the configuration with tail pages, if some layers have a window, and others see all positions."""
+        """Return the configuration with tail pages, if some layers read back a little way, and others see all
+        positions."""
+        if self.delta is not None:
+            return replace(self, has_tail=True)
         is_mixed = None in self.sliding_window and set(self.sliding_window) != {None}
         if not is_mixed or self.latent is not None:
             return self
@@ -313,7 +374,8 @@ class ModelConfig:
         return [
             each
             for each in stored
-            if not self.has_window_pool or (self.sliding_window[each] is not None) == is_windowed
+            if (self.delta is None or each not in self.delta.layers)
+            and (not self.has_window_pool or (self.sliding_window[each] is not None) == is_windowed)
         ]
 
     def place(self, name: str, layer: int) -> int | None:
@@ -321,7 +383,7 @@ class ModelConfig:
         layers = next(each.layers for each in self.further if each.name == name)
         return layers.index(layer) if layer in layers else None
 
-    def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> PoolLayout:
+    def pool(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto", page_size: int = DELTA_BLOCK) -> PoolLayout:
         """Return the description of the model's KV pool and of those beside it, for attention in `dtype`. Raises
         ConfigError for latents, entries or narrow values in FP8."""
         if kv_dtype == "fp8" and (unlike := self._unlike_kv):
@@ -339,11 +401,14 @@ class ModelConfig:
 
         further = [
             FurtherPool(
-                each.name, len(each.layers), (KvPlane(each.name, each.num_heads, each.width, each.dtype or dtype),)
+                each.name,
+                len(each.layers),
+                (KvPlane(each.name, each.num_heads, each.row_width(page_size), each.dtype or dtype),),
+                2 * delta_block(page_size) if self.has_tail and each.is_tail else 0,
             )
             for each in self.further
         ]
-        kinds, window = self.by_window() if self.has_window_pool else (self,), self.tail_window
+        kinds, window = self.by_window() if self.has_window_pool else (self.of_attention,), self.tail_window
         further += [FurtherPool(WINDOW_POOL, kind.num_layers, planes(kind), window) for kind in kinds[1:]]
         if self.value_dim is not None:
             further += [
@@ -353,9 +418,9 @@ class ModelConfig:
         return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
-        """Return the configuration of `num_layers` prediction layers, each like the model's last one, or like one with
-        a window."""
-        further = tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
+        """Return the configuration of `num_layers` prediction layers, each like the model's last one, like one with a
+        window, or like the last one with attention."""
+        further = () if self.delta else tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
         if self.compressed is not None:
             windows = replace(self.compressed, kinds=("window",) * num_layers)
             experts = None if self.experts is None else replace(self.experts, hash_layers=())
@@ -367,7 +432,7 @@ class ModelConfig:
         if self.predicts_in_window:
             kind = replace(self if self.window is None else self.by_window()[1], experts=None)
             windows = kind.sliding_window[:1] * num_layers
-        return replace(kind, num_layers=num_layers, sliding_window=windows, further=further)
+        return replace(kind, num_layers=num_layers, sliding_window=windows, further=further, delta=None)
 
     @property
     def _unlike_kv(self) -> str | None:

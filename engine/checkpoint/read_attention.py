@@ -1,5 +1,5 @@
-"""Reading of the attention that config.json describes: latents, indexers, and what only Gemma 4 or MiMo-V2-Flash has.
-Imports no torch."""
+"""Reading of the attention that config.json describes: latents, indexers, layers with a delta rule, and what only Gemma
+4 or MiMo-V2-Flash has. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from typing import Any, cast
 
 from .config_file import ConfigFile
-from .model_config import INDEX, Further, Gemma4Config, IndexConfig, LatentConfig
+from .model_config import INDEX, DeltaConfig, Further, Gemma4Config, IndexConfig, LatentConfig
 
 _LETTERS = {"F": "full", "S": "shared"}  # of index_topk_pattern
 
@@ -90,6 +90,30 @@ def _index_types(raw: ConfigFile) -> list[str]:
     if types[0] != "full":
         raise raw.error(key, "lets the first layer share picks, but no layer before it has any")
     return types
+
+
+def read_delta(raw: ConfigFile) -> DeltaConfig:
+    """Read the layers with a delta rule, which the file lists, or which are all but every fourth one."""
+    num_layers, kinds = raw.integer("num_hidden_layers"), raw.get("layer_types")
+    if kinds is None:
+        step = raw.integer("full_attention_interval", 4)
+        kinds = ["linear_attention" if (i + 1) % step else "full_attention" for i in range(num_layers)]
+    raw.get("full_attention_interval")  # of a file that has both
+    if not isinstance(kinds, list) or len(cast(list[Any], kinds)) != num_layers:
+        raise raw.error("layer_types", f"must list {num_layers} layers")
+    if set(cast(list[Any], kinds)) != {"linear_attention", "full_attention"}:
+        raise raw.error("layer_types", "is not served; a mixture of linear_attention and full_attention is")
+    num_key_heads, num_value_heads = raw.integer("linear_num_key_heads"), raw.integer("linear_num_value_heads")
+    if num_value_heads % num_key_heads:
+        raise raw.error("linear_num_key_heads", f"does not divide linear_num_value_heads ({num_value_heads})")
+    return DeltaConfig(
+        layers=tuple(i for i, kind in enumerate(cast(list[Any], kinds)) if kind == "linear_attention"),
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_dim=raw.integer("linear_key_head_dim"),
+        value_dim=raw.integer("linear_value_head_dim"),
+        num_taps=raw.integer("linear_conv_kernel_dim", 4, minimum=2),
+    )
 
 
 def read_gemma4(raw: ConfigFile) -> Gemma4Config:

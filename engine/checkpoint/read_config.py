@@ -16,6 +16,8 @@ from .model_config import (
     ROPE_TYPES,
     CheckpointDtype,
     CompressedConfig,
+    DeltaConfig,
+    Further,
     Gemma4Config,
     LatentConfig,
     ModelConfig,
@@ -43,6 +45,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     raw, family = _open(path, architecture)
     raw.integer("num_nextn_predict_layers", 0, minimum=0)  # a drafter is chosen by it, without a check
     heads = _attention_heads(raw, family)
+    delta = None if family.read_delta is None else family.read_delta(raw)
     attention_bias = raw.flag("attention_bias") if family.qkv_bias is None else False
     rope = _rope(raw, family)
     config = ModelConfig(
@@ -83,8 +86,10 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         value_scale=1.0 if family.value_dim is None else raw.number("attention_value_scale", 1.0),
         predicts_in_window=family.predicts_in_window,
         value_dim=None if family.value_dim is None else family.value_dim(raw, heads.head_dim),
-        further=() if family.read_further is None else family.read_further(raw),
         compressed=_compressed(raw, family),
+        further=_further(raw, family, delta),
+        delta=delta,
+        has_output_gate=family.has_output_gate,
     )
     if config.has_cut_heads and family.value_dim is None:  # that attention orders its outputs instead
         raise raw.error(
@@ -95,6 +100,13 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
     if architecture is None:
         refuse_unknown_fields(raw, family)
     return config
+
+
+def _further(raw: ConfigFile, family: ModelFamily, delta: DeltaConfig | None) -> tuple[Further, ...]:
+    """Return the pools beside that of KV."""
+    if family.read_further is not None:
+        return family.read_further(raw)
+    return () if delta is None else delta.further
 
 
 def _open(path: Path, architecture: str | None) -> tuple[ConfigFile, ModelFamily]:
@@ -365,6 +377,8 @@ def _sliding_window(raw: ConfigFile, family: ModelFamily) -> tuple[int | None, .
         first = raw.integer("max_window_layers", 28, minimum=0)
         windows = tuple(window if layer >= first else None for layer in range(num_layers))
         return windows if layer_types is None else _by_layer_types(raw, family, layer_types, window)
+    if family.read_delta is not None:  # it reads layer_types
+        return (None,) * num_layers
     if family.window == "refused" and window is not None:
         raise raw.error("sliding_window", f"is not served for {family.architecture}; set it to null if it is not meant")
     windows = (window,) * num_layers

@@ -109,6 +109,21 @@ def read_qwen3_experts(raw: ConfigFile) -> ExpertsConfig:
     return ExpertsConfig(num_experts, num_active, inner_size, raw.flag("norm_topk_prob"), layers)
 
 
+def read_shared_qwen_experts(raw: ConfigFile, *, norms: bool = False) -> ExpertsConfig | None:
+    """Read the settings of Qwen3-Next and Qwen3.5, which also have an expert for all tokens. Return None if all layers
+    are dense. `norms`: the family's weights of experts sum to one, whatever the file says."""
+    raw.fill({"norm_topk_prob": True})
+    experts = read_qwen3_experts(raw)
+    if norms and not experts.norm_topk_prob:
+        raise raw.error("norm_topk_prob", "is not served for this architecture; true is", value=False)
+    return replace(experts, shared_size=raw.integer("shared_expert_intermediate_size")) if experts.layers else None
+
+
+def respell_qwen3_5(raw: ConfigFile) -> None:
+    """Fill in the width of dense layers, of which a Qwen3.5 with experts has none."""
+    raw.fill({"intermediate_size": raw.integer("moe_intermediate_size")})
+
+
 def read_minimax_experts(raw: ConfigFile) -> ExpertsConfig:
     """Read the settings of MiniMax-M2, which has experts in every layer."""
     check_scoring(raw, "sigmoid")

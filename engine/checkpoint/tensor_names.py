@@ -31,6 +31,7 @@ _TOWERS = (
     "embed_audio",
 )
 _OWN_PREFIXES = ("model.", "lm_head.", "mtp.")  # names that a checkpoint of a text model alone has
+_OF_QWEN = "mtp"  # the prefix of the one layer of Qwen3-Next and Qwen3.5, which has no number
 _INPUTS = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")  # of prediction layers in each layout
 
 
@@ -65,8 +66,10 @@ def is_of_tower(name: str) -> bool:
 
 
 def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
-    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers; none if there is no
-    MTP layer."""
+    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers, or `mtp`, which has
+    one layer; none if there is no MTP layer."""
+    if f"{_OF_QWEN}.fc.weight" in names:
+        return (_OF_QWEN,)
     found = {name.rsplit(".", 2)[0] for name in names if name.endswith(_INPUTS)}
     numbers = {prefix: prefix.rpartition(".")[2] for prefix in found}
     return tuple(sorted((each for each in found if numbers[each].isdecimal()), key=lambda each: int(numbers[each])))

@@ -69,11 +69,10 @@ def find_drafter(config: EngineConfig, model_dir: Path) -> Path | None:
 
 def has_mtp_layers(model_dir: Path) -> bool:
     """Return whether config.json promises prediction layers, and the checkpoint holds them: copies often leave them
-    out. False for a directory that cannot be read, which loading refuses in words."""
+    out. Files of Qwen3-Next hold one and promise none. False for a directory that cannot be read, which loading refuses
+    in words."""
     try:
         config = msgspec.json.decode((model_dir / "config.json").read_bytes(), type=dict[str, Any])
-        if not config.get("num_nextn_predict_layers"):
-            return False
         index = model_dir / "model.safetensors.index.json"
         if index.exists():
             names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
@@ -82,7 +81,9 @@ def has_mtp_layers(model_dir: Path) -> bool:
                 names = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, MemoryError, OverflowError):
         return False
-    return any(name.endswith((".eh_proj.weight", ".e_proj.weight")) for name in names)
+    is_promised = bool(config.get("num_nextn_predict_layers"))
+    found = any(name.endswith((".eh_proj.weight", ".e_proj.weight")) for name in names)
+    return "mtp.fc.weight" in names or (is_promised and found)
 
 
 class _Index(msgspec.Struct):

@@ -121,7 +121,7 @@ class Speculation:
         if the draft cannot have it."""
         return make_schema(
             target,
-            self._pool(kv_dtype),
+            self._pool(kv_dtype, page_size),
             page_size,
             self.algorithm,
             self.hidden,
@@ -161,11 +161,11 @@ class Speculation:
             return None
         return self.make(Loading(self.shape, self.hidden, target, target_pools, draft_pools, on_progress, ranks))
 
-    def _pool(self, kv_dtype: KvDtype) -> PoolLayout | None:
+    def _pool(self, kv_dtype: KvDtype, page_size: int) -> PoolLayout | None:
         if not self.has_pool:
             return None
         assert self.draft is not None
-        return self.draft.pool(self.hidden.draft_dtype, kv_dtype)
+        return self.draft.pool(self.hidden.draft_dtype, kv_dtype, page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,3 +104,29 @@ class NarrowAttention:
         heads = LayerHeads(inner.index, inner.head_norms, inner.window, inner.sinks)
         attended = context(torch.cat([qk, filled], 1), heads)
         return attended.unflatten(1, (-1, self.head_dim))[..., : self.value_dim].flatten(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedAttention:
+    """Attention whose output has a gate, the sigmoid of as many numbers, which come with the queries."""
+
+    inner: Attention  # its qkv: in_size -> 2 * q_size + 2 * kv_size, of each head the query and the gate
+    q_size: int  # of this rank
+    head_dim: int
+
+    @property
+    def reader(self) -> Linear:
+        return self.inner.qkv
+
+    @property
+    def out(self) -> Linear:
+        return self.inner.out
+
+    def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
+        """Store the new tokens' KV and return the gated values: [num_tokens, in_size] -> [num_tokens, q_size]."""
+        inner = self.inner
+        queries, kv = inner.qkv(normed).tensor_split([2 * self.q_size], 1)
+        q, gate = queries.unflatten(1, (-1, 2, self.head_dim)).unbind(2)
+        heads = LayerHeads(inner.index, inner.head_norms, inner.window, inner.sinks)
+        attended = context(torch.cat([q.flatten(1), kv], 1), heads)
+        return attended * torch.sigmoid(gate.flatten(1))

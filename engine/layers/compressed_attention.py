@@ -128,7 +128,7 @@ class WindowedAttention:
     ) -> Tensor:
         """Return the attention of the new tokens of one sequence, `q` [num_tokens, num_heads, head_dim]."""
         first = max(0, new.start - self.window + 1)
-        keys = context.rows.read(KV, self.index, new, first, new.stop)
+        keys = context.rows.read(KV, self.index, new.pages, first, new.stop).flatten(1)
         slots, own = (torch.arange(at, new.stop, device=q.device) for at in (first, new.start))
         behind = own.unsqueeze(1) - slots
         seen = (behind >= 0) & (behind < self.window)

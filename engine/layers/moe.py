@@ -1,6 +1,7 @@
 """The mixture of experts: a router sends every token to a few of many feed-forward layers (arXiv:1701.06538).
 
-y = sum over the chosen experts e of share_e * expert_e(x), and + shared(x) if some experts are for all tokens
+y = sum over the chosen experts e of share_e * expert_e(x), and + shared(x) if some experts are for all tokens, or
+    + sigmoid(gate . x) * shared(x)
 
 kernels/experts/routes.py says which experts are chosen, and what their shares are.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...kernels.experts.routes import Routes, Routing, routes, shares_of
@@ -59,6 +61,7 @@ class MoeMlp:
     experts: Experts
     shared: Mlp | None  # for all tokens
     sums_over: Sum | None  # ranks
+    shared_gate: Tensor | None = None  # [1, hidden_size], of `shared`; None: it has none
 
     def __call__(self, normed: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """Return the layer's output: [num_tokens, hidden_size] -> [num_tokens, hidden_size]. `input_ids` [num_tokens]
@@ -82,4 +85,6 @@ class MoeMlp:
             gate_up, clamp = self.shared.gate_up.product.alone, self.router.config.clamp
             gated = gate_up.gated(x) if clamp is None else clamped_silu_mul(gate_up(x), clamp)
             others = self.shared.down.product.alone.parts(gated)
+        if self.shared_gate is not None and others is not None:
+            others = others * torch.sigmoid(x @ self.shared_gate.T)
         return self.experts(rows, *self.router(x, input_ids), others)

@@ -131,7 +131,7 @@ class DecoderModel:
         self.device = embedding.weight.device
         self.stack = stack
         self._embedding, self._lm_head = embedding, lm_head
-        kinds = (config,) if config.window is None else config.by_window()
+        kinds = (config.of_attention,) if config.window is None else config.by_window()
         rotaries = {
             turn: RotaryEmbedding(turn[0], turn[1], self.device, turn[2])
             for turn in ((each.rope, each.rotated_size, each.rotary_dim) for each in kinds)

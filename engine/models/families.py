@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..checkpoint.read_attention import (
+    read_delta,
     read_gemma4,
     read_index,
     read_index_keys,
@@ -30,13 +31,17 @@ from ..checkpoint.read_experts import (
     read_minimax_experts,
     read_mistral4_experts,
     read_qwen3_experts,
+    read_shared_qwen_experts,
     read_v2_experts,
+    respell_qwen3_5,
 )
 from .family import ModelFamily
 
 _SUMS = ("head_dim", "qk_head_dim")  # of widths that are read
 _LATENT_WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LATENT_NEEDS = (*_LATENT_WIDTHS, "first_k_dense_replace")
+_QWEN_MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # drafters read the tensors
+_QWEN_FIXED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "output_gate_type": "swish"}
 _INDEX_NEEDS = ("index_topk", "index_head_dim", "index_n_heads")
 
 LLAMA = ModelFamily(
@@ -217,6 +222,63 @@ MIMO_V2_FLASH = ModelFamily(
     predicts_in_window=True,
     own_mtp=("model.mtp.",),
 )
+_DELTA_NEEDS = (
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+QWEN3_NEXT = ModelFamily(
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    reader="qwen_next.read_qwen_next",
+    qk_norm=True,
+    norm_offset=1.0,
+    rotary_share=0.25,
+    has_output_gate=True,
+    needs=(*_DELTA_NEEDS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    inert=_QWEN_MTP,
+    read_experts=read_shared_qwen_experts,
+    read_delta=read_delta,
+    mtp_layer_reader="qwen_next.read_next_mtp_layer",
+    own_mtp=("mtp",),
+)
+QWEN3_5 = ModelFamily(
+    architecture="Qwen3_5ForCausalLM",
+    model_type="qwen3_5_text",
+    reader="qwen_next.read_qwen3_5",
+    text_types=("qwen3_5_text",),
+    qk_norm=True,
+    norm_offset=1.0,
+    rotary_share=0.25,
+    has_output_gate=True,
+    needs=_DELTA_NEEDS,
+    inert=_QWEN_MTP,
+    fixed=_QWEN_FIXED,
+    read_delta=read_delta,
+    mtp_layer_reader="qwen_next.read_next_mtp_layer",
+    own_mtp=("mtp",),
+)
+QWEN3_5_MOE = ModelFamily(
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    reader="qwen_next.read_qwen3_5",
+    text_types=("qwen3_5_moe_text",),
+    qk_norm=True,
+    norm_offset=1.0,
+    rotary_share=0.25,
+    has_output_gate=True,
+    needs=(*_DELTA_NEEDS, "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    inert=_QWEN_MTP,
+    fixed=_QWEN_FIXED,
+    respell=respell_qwen3_5,
+    read_experts=partial(read_shared_qwen_experts, norms=True),
+    read_delta=read_delta,
+    mtp_layer_reader="qwen_next.read_next_mtp_layer",
+    own_mtp=("mtp",),
+)
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -385,6 +447,9 @@ FAMILIES = {
         GEMMA3,
         GEMMA4,
         MIMO_V2_FLASH,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..checkpoint.config_file import ConfigFile
 from ..checkpoint.model_config import (
     CompressedConfig,
+    DeltaConfig,
     ExpertsConfig,
     Further,
     Gemma4Config,
@@ -64,6 +65,8 @@ class ModelFamily:
     respell: Callable[[ConfigFile], None] | None = None  # renames fields of published files
     value_dim: Callable[[ConfigFile, int], int | None] | None = None  # of a value, by that of a key; None: as wide
     window_head_factor: int = 1  # KV heads of layers with a window, by those of the others
+    read_delta: Callable[[ConfigFile], DeltaConfig] | None = None  # None: all layers have attention
+    has_output_gate: bool = False  # queries come with a gate of what they attend to
     read_further: Callable[[ConfigFile], tuple[Further, ...]] | None = None  # None: it has no pool beside that of KV
     mtp_layer_reader: str | None = None  # as `reader`, for a prediction layer; None: as Llama's
     predicts_in_window: bool = False  # prediction layers are dense, and else as the layers with a window

@@ -82,9 +82,11 @@ def _architecture(names: frozenset[str], settings: Mapping[str, Any]) -> str:
     are layers of its family."""
     if any(name.endswith(".attn_hc.read") for name in names):
         return "HyperLlamaForCausalLM"
-    for name in settings.get("architectures") or ():
-        if name in FAMILIES and FAMILIES[name].read_mtp_layer is not None:
-            return name
+    of_text = (settings.get("text_config") or {}).get("model_type")
+    for family in FAMILIES.values():
+        is_named = family.architecture in (settings.get("architectures") or ()) or of_text in family.text_types
+        if is_named and family.read_mtp_layer is not None:
+            return family.architecture
     return "LlamaForCausalLM"
 
 

@@ -15,7 +15,7 @@ from ..attention.attention import rotary_order
 from ..attention.context import HeadNorms
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Weights
-from ..layers.attention import Attention, WideNorms
+from ..layers.attention import Attention, GatedAttention, WideNorms
 from ..layers.decoder import DecoderBody, DecoderLayer, FeedForward, Mlp, SelfAttention
 from ..products.base import HEADS_IN, INNER_IN, INNER_OUT, VOCAB, WeightShard, heads_out
 from .decoder import DecoderModel, DecoderStack, Embedding, LmHead
@@ -83,15 +83,20 @@ def read_body(
     otherwise. `mlp`, `attention`: its halves, if they are others than Llama's."""
     return DecoderBody(
         attention or read_attention(config, weights, f"{prefix}.self_attn", index, in_size or config.hidden_size),
-        weights.tensor(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+        norm_weight(config, weights, f"{prefix}.post_attention_layernorm", config.hidden_size),
         mlp or read_mlp(config, weights, f"{prefix}.mlp", config.intermediate_size),
     )
 
 
-def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: int, in_size: int) -> Attention:
+def read_attention(
+    config: ModelConfig, weights: Weights, prefix: str, index: int, in_size: int
+) -> Attention | GatedAttention:
     """Read the projections and norms of the attention layer `prefix`."""
-    sizes = {f"{prefix}.q_proj": config.q_size, f"{prefix}.k_proj": config.kv_size, f"{prefix}.v_proj": config.kv_size}
+    q_size = config.q_size * (2 if config.has_output_gate else 1)
+    sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": config.kv_size, f"{prefix}.v_proj": config.kv_size}
     orders = {name: head_order(config, size) for name, size in list(sizes.items())[:2]} if config.rotary_dim else {}
+    if config.rotary_dim and config.has_output_gate:
+        orders[f"{prefix}.q_proj"] = _gated_order(config)
     split = heads_out(config.num_heads, config.num_kv_heads)
     norms = wide_norms = None
     if config.qk_norm:
@@ -106,7 +111,7 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
             weights.ranks.group,
         )
     sinks = read_sinks(config, weights, f"{prefix}.sinks", weights.ranks.shard(split)) if config.has_sinks else None
-    return Attention(
+    attention = Attention(
         config.kv_place(index),
         weights.fused(sizes, in_size, bias=config.qkv_bias, split=split, orders=orders),
         norms,
@@ -116,6 +121,9 @@ def read_attention(config: ModelConfig, weights: Weights, prefix: str, index: in
         ),
         wide_norms,
         sinks,
+    )
+    return (
+        GatedAttention(attention, weights.own(config).q_size, config.head_dim) if config.has_output_gate else attention
     )
 
 
@@ -130,6 +138,15 @@ def head_order(config: ModelConfig, size: int) -> Tensor:
     assert config.rotary_dim is not None, "all of a head is rotated"
     one = torch.tensor(rotary_order(config.head_dim, config.rotary_dim))
     return (torch.arange(0, size, config.head_dim).unsqueeze(1) + one).flatten()
+
+
+def _gated_order(config: ModelConfig) -> Tensor:
+    """Return the order of the rows of queries and gates, of each head the query first. A gate keeps its order, because
+    values do."""
+    queries = head_order(config, config.q_size).view(-1, config.head_dim)  # as if there were no gates
+    gates = torch.arange(config.q_size).view(-1, config.head_dim)
+    before = torch.arange(0, config.q_size, config.head_dim).unsqueeze(1)  # rows of gates before a head's queries
+    return torch.cat([queries + before, gates + before + config.head_dim], 1).flatten()
 
 
 def _norm(config: ModelConfig, weights: Weights, name: str, size: int) -> Tensor:

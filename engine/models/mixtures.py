@@ -27,6 +27,7 @@ class MixtureNames(NamedTuple):
     down: str = "down_proj"
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
+    shared_gate: str | None = None  # None: the shared experts have no gate
 
 
 NAMES = MixtureNames()
@@ -51,7 +52,8 @@ def read_mixture(
     if experts.shared_size:
         of_shared = (names.gate, names.up, names.down)
         shared = read_mlp(config, weights, f"{prefix}.{names.shared}", experts.shared_size, of_shared)
-    return MoeMlp(router, products, shared, weights.ranks.sum_of(INNER_IN))
+    gate = None if names.shared_gate is None else weights.tensor(f"{prefix}.{names.shared_gate}.weight", 1, size)
+    return MoeMlp(router, products, shared, weights.ranks.sum_of(INNER_IN), gate)
 
 
 def _sources(config: ModelConfig, weights: Weights, prefix: str, names: MixtureNames) -> ExpertSources:

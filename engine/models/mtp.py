@@ -1,4 +1,4 @@
-"""MTP layers, DeepSeek-V3-like, MiMo-like and MiMo-V2-like: one layer that is reused for every step, or several, one
+"""MTP layers, like those of DeepSeek-V3, MiMo or Qwen3-Next: one layer that is reused for every step, or several, one
 per step.
 
 docs/drafter_checkpoints.md has the layouts' tensors, formulas and sources. In row i, layer m of several takes the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,24 +26,49 @@ from ..state.model_pools import ModelPools
 from .families import FAMILIES
 from .head_file import HeadFile
 from .heads import run_body
-from .llama import read_layer
+from .llama import norm_weight, read_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
 
 Layer = TypeVar("Layer")
 
-_NAMES = {  # by the last norm and the projection
-    ("shared_head.norm", "eh_proj"): ("enorm", "hnorm"),
-    ("final_layernorm", "input_proj"): ("token_layernorm", "hidden_layernorm"),  # MiMo
-    ("final_layernorm", "eh_proj"): ("enorm", "hnorm"),  # MiMo-V2
-}
+
+class MtpLayout(NamedTuple):
+    """What differs between the layouts of prediction layers. The names stand behind the prefix of a layer."""
+
+    embedding_norm: str
+    hidden_norm: str
+    projection: str  # 2 * hidden_size -> hidden_size
+    final_norm: str
+    decoder: str = ""  # of the decoder layer's tensors
+    has_hidden_first: bool = False  # the halves that are projected; else the embedding is first
+    hands_over_normed: bool = False  # the recurrent state is that after the last norm; else before it
+    skips_first: bool = False  # there is no embedding at position 0
+
+    def num_found(self, source: HeadTensors, prefix: str) -> int:
+        """Return how many of the tensors that this layout names a layer has."""
+        return sum(source.has(f"{prefix}.{name}.weight") for name in self[:4])
+
+
+LAYOUTS = (
+    MtpLayout("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    MtpLayout(
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        "final_layernorm",
+        has_hidden_first=True,
+        hands_over_normed=True,
+        skips_first=True,
+    ),
+    MtpLayout("enorm", "hnorm", "eh_proj", "final_layernorm", hands_over_normed=True),  # MiMo-V2
+    MtpLayout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", ".layers.0", hands_over_normed=True),
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpHead:
-    """One MTP layer. DeepSeek-V3-like: embedding half first, recurrent state before the last norm. MiMo-like: hidden
-    half first, recurrent state after it, no embedding at position 0. MiMo-V2-like: embedding half first, recurrent
-    state after the last norm."""
+    """One MTP layer."""
 
     config: ModelConfig  # of one layer
     rotary: RotaryEmbedding
@@ -53,8 +78,7 @@ class MtpHead:
     projection: Linear  # 2 * hidden_size -> hidden_size
     layer: DecoderLayer
     final_norm: torch.Tensor  # [hidden_size]
-    is_mimo: bool
-    hands_on_normed: bool  # the recurrent state is that after the last norm
+    layout: MtpLayout
     logit_ids: None = None  # logits are of all tokens
 
     def forward(
@@ -63,15 +87,15 @@ class MtpHead:
         eps = self.config.rms_norm_eps
         context = begin_attention(self.config, self.rotary, batch, pools, hidden.dtype)
         embedded = self.target.embed(batch.input_ids)
-        if self.is_mimo:
+        if self.layout.skips_first:
             embedded = torch.where(batch.positions.unsqueeze(1) == 0, 0.0, embedded)
         halves = [rms_norm(embedded, self.embedding_norm, eps), rms_norm(hidden, self.hidden_norm, eps)]
-        x = self.projection(torch.cat(halves[::-1] if self.is_mimo else halves, dim=1))
+        x = self.projection(torch.cat(halves[::-1] if self.layout.has_hidden_first else halves, dim=1))
         x = run_body(self.layer.body, x, rms_norm(x, self.layer.norm, eps), context, eps)
-        return rms_norm(x, self.final_norm, eps) if self.hands_on_normed else x
+        return rms_norm(x, self.final_norm, eps) if self.layout.hands_over_normed else x
 
     def logits(self, recurrent: torch.Tensor, lens: Lens | None = None) -> torch.Tensor:
-        if not self.hands_on_normed:
+        if not self.layout.hands_over_normed:
             recurrent = rms_norm(recurrent, self.final_norm, self.config.rms_norm_eps)
         return self.target.logits(recurrent, lens)
 
@@ -116,20 +140,17 @@ def load_layers(
 def _load_layer(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
-    final_norm, projection = next(
-        (each for each in _NAMES if all(source.has(f"{prefix}.{name}.weight") for name in each)), next(iter(_NAMES))
-    )
-    embedding_norm, hidden_norm = _NAMES[final_norm, projection]
+    layout = max(LAYOUTS, key=lambda each: each.num_found(source, prefix))
+    decoder = prefix + layout.decoder
     size, read = config.hidden_size, FAMILIES[config.architecture].read_mtp_layer or read_layer
     return MtpHead(
         source.own(config),
         rotary,
         target,
-        source.tensor(f"{prefix}.{embedding_norm}.weight", size),
-        source.tensor(f"{prefix}.{hidden_norm}.weight", size),
-        source.linear(f"{prefix}.{projection}", size, 2 * size),
-        read(source.with_biases(config, prefix), source, prefix, 0),
-        source.tensor(f"{prefix}.{final_norm}.weight", size),
-        is_mimo=projection == "input_proj",
-        hands_on_normed=final_norm == "final_layernorm",
+        norm_weight(config, source, f"{prefix}.{layout.embedding_norm}", size),
+        norm_weight(config, source, f"{prefix}.{layout.hidden_norm}", size),
+        source.linear(f"{prefix}.{layout.projection}", size, 2 * size),
+        read(source.with_biases(config, decoder), source, decoder, 0),
+        norm_weight(config, source, f"{prefix}.{layout.final_norm}", size),
+        layout,
     )

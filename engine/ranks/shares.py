@@ -14,6 +14,8 @@ def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: b
     counts["hidden units"] = config.intermediate_size
     if config.experts is not None:
         counts["hidden units of an expert"] = config.experts.inner_size
+    if config.delta is not None and not has_all_heads:
+        counts["key heads of the delta rule"] = config.delta.num_key_heads
     for what, count in counts.items():
         if count % size:
             flag = "--dp-attention" if has_all_heads else "--tp"

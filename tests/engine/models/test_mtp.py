@@ -107,7 +107,7 @@ def test_several_layers_are_read_in_the_order_of_their_numbers(kind: str, model:
     head = write_head(tmp_path / "head", kind, model)
     plain = PlainHead(kind, head, Plain(model))
     layers = load(model, head)
-    assert len(layers) == 3 and all(layer.is_mimo == ("mimo" in kind) for layer in layers)
+    assert len(layers) == 3 and all(layer.layout.skips_first == ("mimo" in kind) for layer in layers)
     names = "final_layernorm" if "mimo" in kind else "shared_head.norm"
     for layer, prefix in zip(layers, plain.prefixes, strict=True):
         assert torch.equal(layer.final_norm, plain.tensors[f"{prefix}.{names}.weight"])

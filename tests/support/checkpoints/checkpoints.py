@@ -45,7 +45,24 @@ _DEEPSEEK: dict[str, Any] = _LATENTS | {
     "topk_group": 2,
     "first_k_dense_replace": None,  # all layers
 }
+_DELTA: dict[str, Any] = {  # layers with a gated delta rule
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+}
+_DELTA_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
 _CLASS_NAMES = {
+    "qwen3_5_text": "Qwen3_5",
+    "qwen3_5_moe_text": "Qwen3_5Moe",
     "hyper_llama": "Llama",
     "minimax_m2": "MiniMaxM2",
     "deepseek_v32": "DeepseekV32",
@@ -193,6 +210,9 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
             "beta_slow": 1,
         },
     },
+    "qwen3_next": _DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [2]},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _DELTA_EXPERTS,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
@@ -200,6 +220,9 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
 _BIASED = ("deepseek_v4", "gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
 _NORMED = {
     "deepseek_v4": {"norm.weight": 1.0},
+    "qwen3_next": {"norm.weight": 0.3},
+    "qwen3_5_text": {"norm.weight": 0.3},
+    "qwen3_5_moe_text": {"norm.weight": 0.3},
     "gemma3_text": {"norm.weight": 0.3},
     "gemma4_text": dict.fromkeys(("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar"), 1.0),
 }  # families whose norms are spread: transformers leaves all at one
@@ -231,6 +254,8 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
         _add_streams(path, hc_mult, seed)
     if family in _BIASED:
         _spread(path, seed, {"sink_bias": 2.0, "bias": 0.3, "sinks": 2.0, "sink": 2.0, "ape": 1.0, "_base": 0.7})
+    if "linear_num_key_heads" in fields:
+        _remember(path)
     if family in _NORMED:
         _spread(path, seed, _NORMED[family])
     if family == "deepseek_v4":
@@ -286,6 +311,16 @@ def _spread_experts(path: Path, seed: int, num_experts: int) -> None:
             num_ids, num_active = tensors[name].shape
             scores = torch.rand(num_ids, num_experts, generator=generator)
             tensors[name] = scores.argsort(1)[:, :num_active].contiguous()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def _remember(path: Path) -> None:
+    """Let the states of the delta rule in `path` fade over some dozens of tokens. Those of random weights are gone
+    after three."""
+    tensors = load_file(path / "model.safetensors")
+    for name in tensors:
+        if name.endswith(".A_log"):
+            tensors[name] -= 4.0
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 

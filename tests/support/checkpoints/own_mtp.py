@@ -101,6 +101,24 @@ def _mimo_layer(
     return found | {f"{own}eh_proj.weight": torch.randn(size, 2 * size, generator=generator) / 8}
 
 
+def with_qwen_mtp(source: Path, path: Path) -> Path:
+    """Return a copy of a Qwen3-Next or Qwen3.5 with a random prediction layer, as their files name it."""
+    shutil.copytree(source, path)
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    generator, size = torch.Generator().manual_seed(7), config["hidden_size"]
+    last = f"model.layers.{max(i for i, kind in enumerate(config['layer_types']) if kind == 'full_attention')}."
+    alike = {f"mtp.layers.0.{name.removeprefix(last)}": each for name, each in tensors.items() if name.startswith(last)}
+    for name, tensor in alike.items():
+        noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
+        tensors[name] = noise if tensor.ndim > 1 else tensor + 0.1 * noise
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = 0.2 * torch.randn(size, generator=generator)
+    tensors["mtp.fc.weight"] = torch.randn(size, 2 * size, generator=generator) / 8
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    return path
+
+
 class OwnMtpOracle:
     """The layer of a checkpoint of `with_mtp`, after the target's states. With a scheme, both round as it says."""
 

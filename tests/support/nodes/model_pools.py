@@ -20,9 +20,10 @@ def pools_of(
 
     def pool(num_layers: int, planes: Sequence[KvPlane]) -> torch.Tensor:
         layout = KvLayout.of(pool_of(num_layers, name, planes), page_size)
-        return torch.full(layout.stacked_shape(num_pages), fill, dtype=dtype)
+        own = torch.float32 if planes[0].dtype == "float32" else dtype
+        return torch.full(layout.stacked_shape(num_pages), fill, dtype=own)
 
-    described = config.pool(name)
+    described = config.pool(name, page_size=page_size)
     further = {each.name: pool(each.num_layers, each.planes) for each in described.further}
     return ModelPools(
         pool(described.num_layers, planes_of(described)), values=further.pop(VALUES, None), further=further

@@ -30,6 +30,8 @@ class Reference:
     device: str = "cpu"
     model: Any = field(init=False)
     max_router_ties: int = 0  # a test that meets one says so
+    bound: float = field(init=False)  # of the two best scores at a tie; a test of a model that disagrees with itself
+    # takes twice `disagreement`
     num_ties: int = 0
     num_router_ties: int = 0
     num_compared: int = 0
@@ -41,6 +43,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=getattr(torch, self.dtype))
         self.model = self.model.to(self.device).eval()
         self.model.generation_config.eos_token_id = None  # what ends an output is the test's business
+        self.bound = TIE_BOUND[self.dtype]
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
         """Return the greedy tokens after the prompt."""
@@ -72,6 +75,16 @@ class Reference:
         with torch.inference_mode(), IndexCuts(picks):
             return self.model(torch.tensor([list(ids)], device=self.device)).logits[0].float()
 
+    def disagreement(self, ids: Sequence[int]) -> float:
+        """Return the largest difference between the logits of a text in one forward and those token by token, which a
+        model may compute by another rule."""
+        whole, past, largest = self.all_logits(ids), None, 0.0
+        with torch.inference_mode():
+            for token_id, expected in zip(ids, whole, strict=True):
+                out = self.model(torch.tensor([[token_id]]), use_cache=True, past_key_values=past)
+                past, largest = out.past_key_values, max(largest, float((out.logits[0, 0] - expected).abs().max()))
+        return largest
+
     def assert_greedy(self, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
         """Check that `ours` equals `theirs` up to the first tie of the reference."""
         self.num_compared += 1
@@ -81,7 +94,7 @@ class Reference:
                     logits = self.logits([*prompt_ids, *theirs[:i]])
                 best = logits.topk(2).values
                 gap = float(best[0] - best[1])
-                if gap < TIE_BOUND[self.dtype]:
+                if gap < self.bound:
                     self.num_ties += 1
                     return
                 assert cuts.smallest < ROUTER_TIE_BOUND and self.num_router_ties < self.max_router_ties, (

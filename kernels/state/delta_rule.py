@@ -1,0 +1,107 @@
+"""The gated delta rule (arXiv:2412.06464) behind a causal convolution, in blocks at fixed places of a text.
+
+Every value head has a state S [key_dim, value_dim]. With unit vectors q_t and k_t, a value v_t, beta_t in (0, 1) and a
+decay g_t <= 0 of each token:
+
+    S <- exp(g_t) S;   S <- S + k_t (beta_t (v_t - S^T k_t))^T;   o_t = S^T q_t / sqrt(key_dim)
+
+A block of B tokens behind the state S is computed at once. G_i is the sum of the block's decays up to token i, and
+A_ij = exp(G_i - G_j) for j <= i, else 0:
+
+    (1 + tril(beta_i (k_i . k_j) A_ij, -1)) U = beta (v - exp(G) k S)
+    o = exp(G) q S + ((q k^T) A) U;   S after the block = exp(G_B) S + (exp(G_B - G) k)^T U
+
+A row depends on the rows before it alone. Blocks begin at multiples of B, and a part of a block is filled up to B rows.
+So every product has one shape, and the numbers of a token are equal bit for bit however a text is divided: all of it,
+chunks, or one more token behind the rows since the last block. States exist at the ends of whole blocks alone.
+
+A row is what the layer's input projections give for a token, of each key head and the value heads that share it:
+
+    | q | k | v of each value head | b of each value head | a of each value head |
+    (q, k, v) <- silu(convolution over this row and the ones before it);  q, k <- q / |q|, k / |k|
+    beta = sigmoid(b);  g = -exp(A_log) softplus(a + dt_bias)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_EPS = 1e-6  # of the lengths of q and k
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of one layer, float32. Value heads stand behind their key head."""
+
+    taps: Tensor  # [num_key_heads, 2 * key_dim + num_shared * value_dim, num_taps], of the oldest row first
+    a_log: Tensor  # [num_key_heads, num_shared], value heads that share a key head
+    dt_bias: Tensor  # [num_key_heads, num_shared]
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_before(self) -> int:
+        """Number of rows before a row that its convolution reads."""
+        return self.taps.shape[2] - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Shape of a state: [num_key_heads, num_shared, key_dim, value_dim]."""
+        return self.a_log.shape[0], self.a_log.shape[1], self.key_dim, self.value_dim
+
+
+def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: int) -> tuple[Tensor, list[Tensor]]:
+    """Return the outputs of rows, [num_rows - num_before, num_value_heads, value_dim] float32, and the states after the
+    whole blocks among them, each as `state`.
+
+    `rows` [num_rows, num_key_heads, 2 * key_dim + num_shared * (value_dim + 2)] begin `num_before` rows before a block,
+    zeros before the text. `state` is float32 of `state_shape`, the state at that block."""
+    assert rows.shape[1:] == (len(weights.taps), weights.taps.shape[1] + 2 * state.shape[1]), rows.shape
+    assert state.shape == weights.state_shape and state.dtype == torch.float32, (state.shape, state.dtype)
+    outputs: list[Tensor] = []
+    states: list[Tensor] = []
+    for start in range(0, len(rows) - weights.num_before, block):
+        part = rows[start : start + weights.num_before + block]
+        num_new = len(part) - weights.num_before
+        output, after = _of_block(F.pad(part, (0, 0, 0, 0, 0, block - num_new)).float(), state, weights)
+        outputs.append(output[:num_new])
+        if num_new == block:
+            state = after
+            states.append(after)
+    return torch.cat(outputs), states
+
+
+def _of_block(rows: Tensor, state: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a block [block, num_value_heads, value_dim], and the state after it. `rows` are float32,
+    those of the block behind `num_before` others."""
+    num_before, num_channels = weights.num_before, weights.taps.shape[1]
+    _, num_shared, key_dim, value_dim = state.shape
+    block = len(rows) - num_before
+    mixed = rows[:block, :, :num_channels] * weights.taps[:, :, 0]
+    for tap in range(1, num_before + 1):
+        mixed = mixed + rows[tap : tap + block, :, :num_channels] * weights.taps[:, :, tap]
+    q, k, v = F.silu(mixed).transpose(0, 1).split([key_dim, key_dim, num_shared * value_dim], 2)
+    q, k = (_unit(each).unsqueeze(1) for each in (q, k))  # [num_key_heads, 1, block, key_dim]
+    v = v.unflatten(2, (num_shared, value_dim)).transpose(1, 2)  # [num_key_heads, num_shared, block, value_dim]
+    b, a = rows[num_before:, :, num_channels:].permute(1, 2, 0).split(num_shared, 1)
+    beta = torch.sigmoid(b).unsqueeze(3)  # [num_key_heads, num_shared, block, 1]
+    steps = -weights.a_log.exp().unsqueeze(2) * F.softplus(a + weights.dt_bias.unsqueeze(2))
+    decay = steps.cumsum(2).unsqueeze(3)
+    is_later = torch.ones(block, block, dtype=torch.bool, device=rows.device).triu(1)
+    between = (decay - decay.transpose(2, 3)).masked_fill(is_later, float("-inf")).exp()
+    system = beta * (k @ k.transpose(2, 3)) * between
+    known = beta * (v - decay.exp() * (k @ state))
+    update = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    q = q * key_dim**-0.5
+    output = decay.exp() * (q @ state) + ((q @ k.transpose(2, 3)) * between) @ update
+    last = decay[:, :, -1:]
+    after = last.exp() * state + ((last - decay).exp() * k).transpose(2, 3) @ update
+    return output.permute(2, 0, 1, 3).flatten(1, 2), after
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return vectors [..., dim] of length one."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)

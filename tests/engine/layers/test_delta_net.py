@@ -1,0 +1,120 @@
+"""The layer with a gated delta rule over its pools: no division of a text and no rejected draft changes a bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.attention.pool_rows import PoolRows
+from baton.engine.checkpoint.model_config import DeltaConfig
+from baton.engine.layers.delta_net import DeltaNet
+from baton.engine.products.linear import Linear
+from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.work import BatchRow
+from baton.kernels.state.delta_rule import DeltaWeights
+
+# 16 values: torch computes numbers that fill no vector of the processor by other instructions, which round otherwise
+DELTA = DeltaConfig((0, 2), num_key_heads=2, num_value_heads=6, key_dim=12, value_dim=16, num_taps=4)
+GATE = DELTA.num_shared * DELTA.value_dim
+WIDTH = DELTA.num_key_heads * (DELTA.num_channels + GATE + 2 * DELTA.num_shared)
+NUM_TOKENS = 150
+
+
+def layer() -> DeltaNet:
+    """A layer whose projections are the hidden state itself, so that no product rounds."""
+    generator = torch.Generator().manual_seed(1)
+    heads = DELTA.num_key_heads, DELTA.num_shared
+    taps = torch.randn(heads[0], DELTA.num_channels, DELTA.num_taps, generator=generator)
+    a_log, dt_bias = (torch.rand(*heads, generator=generator) for _ in range(2))
+    size = DELTA.num_value_heads * DELTA.value_dim
+    return DeltaNet(
+        1,
+        Linear.dense(torch.eye(WIDTH)),
+        (WIDTH,),
+        DeltaWeights(taps, a_log, dt_bias, DELTA.key_dim, DELTA.value_dim),
+        torch.ones(DELTA.value_dim),
+        1e-6,
+        Linear.dense(torch.eye(size)),
+    )
+
+
+class Text:
+    """A sequence in pools that are full of NaN, with scattered pages."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size, self.layer = page_size, layer()
+        num_pages = NUM_TOKENS // page_size + 4
+        self.pages = random.Random(0).sample(range(1, num_pages), num_pages - 1)
+        self.pools = {
+            each.name: torch.full((2, num_pages, 1, each.num_heads, page_size, each.row_width(page_size)), torch.nan)
+            for each in DELTA.further
+        }
+
+    def batch(self, num_new: int, position: int) -> ForwardBatch:
+        return ForwardBatch.build([BatchRow([0] * num_new, position, self.pages)], self.page_size, "cpu")
+
+    def run(self, hidden: Tensor, batch: ForwardBatch | JointBatch) -> Tensor:
+        context: Any = SimpleNamespace(further=PoolRows.of(batch, self.pools))
+        return self.layer(hidden, context)
+
+    def outputs(self, hidden: Tensor, chunks: Sequence[int]) -> Tensor:
+        outputs, position = [], 0
+        for num in chunks:
+            outputs.append(self.run(hidden[position : position + num], self.batch(num, position)))
+            position += num
+        return torch.cat(outputs)
+
+
+def hidden_states(seed: int = 3, num_tokens: int = NUM_TOKENS) -> Tensor:
+    return torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("page_size", [4, 24, 64, 128])
+def test_no_division_of_a_text_changes_a_bit(page_size: int) -> None:
+    hidden = hidden_states()
+    whole = Text(page_size)
+    expected = whole.outputs(hidden, [NUM_TOKENS])
+    assert not expected.isnan().any()
+    for chunks in ([64, 64, 22], [1, 2, 60, 1, 1, 64, 21], [37] * 4 + [2], [127, *[1] * 23]):
+        text = Text(page_size)
+        assert torch.equal(text.outputs(hidden, chunks), expected), chunks
+        for name, pool in text.pools.items():
+            assert torch.equal(pool.nan_to_num(), whole.pools[name].nan_to_num()), (name, chunks)
+    assert all(pool[0].isnan().all() for pool in whole.pools.values())  # that is another layer's
+
+
+def test_a_rejected_draft_changes_no_bit() -> None:
+    """Rounds of a token and four drafts, of which one, or all, or none are taken, over all edges of blocks."""
+    hidden, text = hidden_states(), Text(4)
+    expected = Text(4).outputs(hidden, [NUM_TOKENS])
+    position = 9
+    text.outputs(hidden, [position])
+    generator = random.Random(1)
+    while position < NUM_TOKENS - 5:
+        num_right = generator.randrange(5)
+        drafts = torch.cat([hidden[position : position + 1 + num_right], hidden_states(position, 4 - num_right)])
+        outputs = text.run(drafts, text.batch(5, position))
+        assert torch.equal(outputs[: 1 + num_right], expected[position : position + 1 + num_right])
+        position += 1 + num_right
+
+
+def test_a_sequence_may_have_its_next_token_beside_its_chunk() -> None:
+    """A round and the end of a prompt share a forward: the token follows those of the chunk."""
+    hidden, text = hidden_states(num_tokens=20), Text(4)
+    expected = Text(4).outputs(hidden, [20])
+    text.outputs(hidden, [7])
+    both = JointBatch.of(text.batch(1, 19), text.batch(12, 7))
+    outputs = text.run(torch.cat([hidden[19:], hidden[7:19]]), both)
+    assert torch.equal(outputs, torch.cat([expected[19:], expected[7:19]]))
+
+
+def test_a_rank_without_sequences_has_no_outputs() -> None:
+    text = Text(4)
+    batch = ForwardBatch.build([], 4, "cpu")
+    assert text.run(torch.zeros(0, WIDTH), batch).shape == (0, DELTA.num_value_heads * DELTA.value_dim)

@@ -1,0 +1,147 @@
+"""Qwen3-Next and Qwen3.5: published files, refusals, and the prediction layer. Their numbers and their text are
+compared in test_odd_shapes.py."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_pools import pools_of
+from own_mtp import with_qwen_mtp
+from safetensors.torch import load_file, save_file
+from ties import Reference
+
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.checkpoint.tensor_names import layer_prefixes
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.models.head_file import read_head
+from baton.engine.models.mtp import load_mtp
+from baton.engine.models.registry import load_model
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.work import BatchRow
+from baton.metadata.errors import ConfigError, ModelError
+
+PAGE_SIZE = 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_the_prediction_layer_equals_its_formula(family: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = with_qwen_mtp(checkpoint(family), tmp_path / "model")
+    config = read_model_config(model)
+    file, target = read_head(model, config), load_model(model, config, torch.float32, "cpu")
+    [head] = load_mtp(file, layer_prefixes(file.names), target)
+    ids = random.Random(1).choices(range(1, 512), k=21)
+    hidden = torch.randn(len(ids), config.hidden_size, generator=torch.Generator().manual_seed(3))
+    pages, position, states = [3, 1, 5, 2, 7, 4, 6], 0, []
+    pools = pools_of(head.config, PAGE_SIZE, 9)
+    for num in (9, 1, 11):
+        new = slice(position, position + num)
+        batch = ForwardBatch.build([BatchRow(ids[new], position, pages)], PAGE_SIZE, "cpu")
+        with torch.inference_mode():
+            states.append(head.forward(batch, pools, hidden[new]))
+        position += num
+    expected = formula(model, ids, hidden)
+    torch.testing.assert_close(torch.cat(states), expected, atol=1e-4, rtol=0)
+    assert torch.equal(head.logits(expected), target.logits(expected))  # the norm is part of the state
+
+
+@torch.no_grad()
+def formula(model: Path, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
+    """Return the states after the last norm, by a decoder layer of transformers."""
+    reference = Reference(model).model
+    own = {name.removeprefix("mtp."): each for name, each in load_file(model / "model.safetensors").items()}
+    place = reference.config.layer_types.index("full_attention")
+    layer = reference.model.layers[place]
+    weights = {name.removeprefix("layers.0."): each for name, each in own.items() if name.startswith("layers.0.")}
+    experts = [name for name in weights if ".experts." in name]
+    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        num = len({each.split(".")[2] for each in experts})
+        stacked = [torch.cat([weights[f"mlp.experts.{i}.{part}.weight"] for part in parts]) for i in range(num)]
+        weights |= {f"mlp.experts.{name}": torch.stack(stacked)} if stacked else {}
+    layer.load_state_dict({name: each for name, each in weights.items() if name not in experts})
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + reference.config.rms_norm_eps).rsqrt() * (1 + own[name])
+
+    embedded = norm(reference.model.embed_tokens(torch.tensor(ids)), "pre_fc_norm_embedding.weight")
+    x = (torch.cat([embedded, norm(hidden, "pre_fc_norm_hidden.weight")], 1) @ own["fc.weight"].T)[None]
+    positions = torch.arange(len(ids))[None]
+    mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
+    rotary = reference.model.rotary_emb(x, positions)
+    return norm(layer(x, position_embeddings=rotary, attention_mask=mask)[0], "norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layer_types": ["full_attention"] * 4}, "layer_types = .* is not served; a mixture of linear_attention and"),
+        ({"linear_num_key_heads": 4}, r"linear_num_key_heads = 4 does not divide linear_num_value_heads \(6\)"),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim = None must be a whole number"),
+        ({"attn_output_gate": False}, "attn_output_gate = False is not served for Qwen3_5ForCausalLM; True is"),
+        (
+            {"mamba_ssm_dtype": "bfloat16"},
+            "mamba_ssm_dtype = 'bfloat16' is not served for Qwen3_5ForCausalLM; 'float32'",
+        ),
+    ],
+)
+def test_refusals_name_the_value(
+    fields: dict[str, Any], words: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint("qwen3_5_text") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ModelError, match=words):
+        read_model_config(tmp_path)
+
+
+def test_every_fourth_layer_has_attention_unless_the_file_lists_them(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint("qwen3_next") / "config.json").read_text())
+    for interval, expected in (({}, (0, 1, 2)), ({"full_attention_interval": 2}, (0, 2))):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": None} | interval))
+        delta = read_model_config(tmp_path).delta
+        assert delta is not None and delta.layers == expected
+
+
+def test_trees_of_drafts_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = with_qwen_mtp(checkpoint("qwen3_next"), tmp_path / "model")
+    config = EngineConfig(model=str(model), speculative="mtp", draft_steps=3, draft_topk=2)
+    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM: layers with a gated delta rule verify chains alone"):
+        Engine(config)
+
+
+def test_a_page_has_a_row_of_each_token_and_the_states_that_end_in_it(checkpoint: Callable[..., Path]) -> None:
+    config = read_model_config(checkpoint("qwen3_5_text"))
+    for page_size in (4, 16, 64, 128):
+        kv, rows, states = (
+            config.pool("bfloat16", page_size=page_size),
+            *config.pool("bfloat16", page_size=page_size).further,
+        )
+        assert (kv.num_layers, rows.num_layers, states.num_layers) == (1, 3, 3)
+        [plane] = states.planes
+        num_states = max(1, page_size // 64)
+        assert plane.dtype == "float32" and plane.num_heads == 2
+        assert (
+            page_size * plane.head_dim
+            >= num_states * 3 * 12 * 10
+            > (page_size - page_size // num_states) * plane.head_dim
+        )
+
+
+def test_a_second_prediction_layer_is_refused_by_name(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Files have one so far. A drafter that ran the first alone would draft worse than its files can."""
+    model = with_qwen_mtp(checkpoint("qwen3_5_text"), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    first = {name: each for name, each in tensors.items() if name.startswith("mtp.layers.0.")}
+    second = {name.replace("layers.0", "layers.1"): each.clone() for name, each in first.items()}
+    save_file(tensors | second, model / "model.safetensors", {"format": "pt"})
+    config = read_model_config(model)
+    file, target = read_head(model, config), load_model(model, config, torch.float32, "cpu")
+    with pytest.raises(ModelError, match=r"has tensors that no layout served here uses: mtp\.layers\.1"):
+        load_mtp(file, layer_prefixes(file.names), target)

@@ -1,0 +1,139 @@
+"""S8: a state stands at its edge. States of a gated delta rule that lack a token, hold a rejected draft or stand one
+edge early, rows one token off, and one wrong number on the wire are caught."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matrix import coach
+from node_pair import node_pairs, params
+from own_mtp import with_qwen_mtp
+from solo import caught
+from ties import Reference
+
+from baton.engine.attention.pool_rows import PoolRows
+from baton.engine.checkpoint.model_config import DELTA_ROWS
+from baton.engine.layers import delta_net
+from baton.engine.layers.delta_net import DeltaNet
+from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.wire.request import Unit
+
+PAGE_SIZE = 4  # and of a block
+PROMPT = [random.Random(8).randrange(1, 512) for _ in range(41)]
+NUM_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> Path:
+    source = checkpoint("qwen3_next")
+    path = source.with_name(f"{source.name}-mtp")
+    return path if path.exists() else with_qwen_mtp(source, path)
+
+
+@pytest.fixture(scope="module")
+def truth(model: Path) -> list[int]:
+    return Reference(model).generate(PROMPT, NUM_TOKENS)
+
+
+def served(model: Path, truth: list[int]) -> list[int]:
+    """Return the text of a pair of nodes, half of whose drafts are accepted. The prompt is computed in chunks."""
+    with node_pairs() as start:
+        both = {"page_size": PAGE_SIZE, "num_pages": 100, "chunk_tokens": 7, "speculative": "mtp", "draft_steps": 3}
+        pair = start(model, prefill=both, decode=both)
+        coach(pair.decode.executor.engine.drafter, {0: PROMPT + truth}, lambda _, position: position % 5 > 1)
+        pair.submit("a", PROMPT, params(NUM_TOKENS))
+        result = pair.run()["a", 0]
+        assert result.failed is None, result.failed
+        stats = pair.decode.rounds.stats
+    if result.ids == truth:
+        assert stats.num_drafted > stats.num_accepted > 0
+    return result.ids
+
+
+def test_states_at_their_edges_give_the_text_of_transformers(model: Path, truth: list[int]) -> None:
+    assert served(model, truth) == truth
+
+
+def test_a_state_that_lacks_the_last_token_is_caught(
+    model: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect: the state before the last token of a block is kept as that after it."""
+    rule = delta_net.gated_delta_rule
+
+    def early(rows: Any, state: Any, weights: Any, block: int) -> Any:
+        outputs, _ = rule(rows, state, weights, block)
+        skipped = rows.clone()
+        skipped[weights.num_before + block - 1 :: block, :, weights.taps.shape[1] :] = -100.0  # no update, no decay
+        return outputs, rule(skipped, state, weights, block)[1]
+
+    monkeypatch.setattr(delta_net, "gated_delta_rule", early)
+    with caught():
+        assert served(model, truth) == truth
+
+
+def test_a_rejected_draft_that_stays_in_a_state_is_caught(
+    model: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect: a state that a round has written is not written by the round that takes other tokens."""
+    keep, kept = DeltaNet._keep, set[Any]()
+
+    def once(self: DeltaNet, pools: PoolRows, pages: torch.Tensor, start: int, *rest: Any) -> None:
+        place = (pools.pools[DELTA_ROWS].data_ptr(), self.place, int(pages[start // PAGE_SIZE]))
+        if start < len(PROMPT) or place not in kept:
+            keep(self, pools, pages, start, *rest)
+        kept.add(place)
+
+    monkeypatch.setattr(DeltaNet, "_keep", once)
+    with caught():
+        assert served(model, truth) == truth
+
+
+def test_a_state_of_the_edge_before_is_caught(model: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    state = DeltaNet._state
+
+    def early(self: DeltaNet, pools: PoolRows, pages: torch.Tensor, edge: int, block: int) -> torch.Tensor:
+        return state(self, pools, pages, max(0, edge - block), block)
+
+    monkeypatch.setattr(DeltaNet, "_state", early)
+    with caught():
+        assert served(model, truth) == truth
+
+
+def test_rows_one_token_off_are_caught(model: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect: the convolution of a chunk or of a round reads the rows before it one token too early."""
+    read = PoolRows.read
+
+    def early(self: PoolRows, name: str, place: int, pages: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        off = 1 if name == DELTA_ROWS and first > 0 else 0
+        return read(self, name, place, pages, first - off, stop - off)
+
+    monkeypatch.setattr(PoolRows, "read", early)
+    with caught():
+        assert served(model, truth) == truth
+
+
+@pytest.mark.parametrize("kind", ["rows", "states"])
+def test_one_wrong_number_on_the_wire_is_found(kind: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit changes behind its page's checksum, so the request ends with an error that names the page."""
+    offer, flipped = HandoffServer.offer, []
+    with node_pairs() as start:
+        both = {"page_size": PAGE_SIZE, "num_pages": 100, "chunk_tokens": 64}
+        pair = start(model, prefill=both, decode=both)
+        memory = pair.prefill.prompts.engine.memory[1 if kind == "rows" else 2]
+
+        def offered(self: HandoffServer, unit: Unit, indices: Any, pages: Any, *rest: Any) -> None:
+            offer(self, unit, indices, pages, *rest)
+            for page in pages:
+                if not flipped and memory.holds(page):  # a tail page
+                    flipped.append(page)
+                    memory.pages[1, page - memory.first, 77] ^= 0x10
+
+        monkeypatch.setattr(HandoffServer, "offer", offered)
+        pair.submit("a", PROMPT, params(NUM_TOKENS))
+        result = pair.run()["a", 0]
+    assert flipped and result.failed is not None and "checksum" in str(result.failed), result
