@@ -32,11 +32,8 @@ from .tensors import HeadTensors
 
 Layer = TypeVar("Layer")
 
-_NAMES = {  # by the last norm and the projection
-    ("shared_head.norm", "eh_proj"): ("enorm", "hnorm"),
-    ("final_layernorm", "input_proj"): ("token_layernorm", "hidden_layernorm"),  # MiMo
-    ("final_layernorm", "eh_proj"): ("enorm", "hnorm"),  # MiMo-V2
-}
+_DEEPSEEK_NAMES = ("enorm", "hnorm", "eh_proj")
+_MIMO_NAMES = ("token_layernorm", "hidden_layernorm", "input_proj")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,10 +113,10 @@ def load_layers(
 def _load_layer(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
-    final_norm, projection = next(
-        (each for each in _NAMES if all(source.has(f"{prefix}.{name}.weight") for name in each)), next(iter(_NAMES))
-    )
-    embedding_norm, hidden_norm = _NAMES[final_norm, projection]
+    is_mimo = source.has(f"{prefix}.input_proj.weight")
+    embedding_norm, hidden_norm, projection = _MIMO_NAMES if is_mimo else _DEEPSEEK_NAMES
+    hands_on_normed = is_mimo or source.has(f"{prefix}.final_layernorm.weight")
+    final_norm = "final_layernorm" if hands_on_normed else "shared_head.norm"
     size, read = config.hidden_size, FAMILIES[config.architecture].read_mtp_layer or read_layer
     return MtpHead(
         source.own(config),
@@ -130,6 +127,6 @@ def _load_layer(
         source.linear(f"{prefix}.{projection}", size, 2 * size),
         read(source.with_biases(config, prefix), source, prefix, 0),
         source.tensor(f"{prefix}.{final_norm}.weight", size),
-        is_mimo=projection == "input_proj",
-        hands_on_normed=final_norm == "final_layernorm",
+        is_mimo,
+        hands_on_normed,
     )
