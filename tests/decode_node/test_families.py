@@ -47,7 +47,9 @@ def drafter(family: str, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     """The settings that say how the model drafts."""
     if not family.startswith("gemma"):
         return {"speculative": "mtp"}
-    return {"speculative": "eagle", "draft_model": str(write_head(tmp_path_factory.mktemp("head"), "eagle", model))}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+    head = write_head(tmp_path_factory.mktemp("head"), "eagle", model, **heads)
+    return {"speculative": "eagle", "draft_model": str(head)}
 
 
 @pytest.fixture(scope="module")
