@@ -49,7 +49,9 @@ def drafter(family: str, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     """The settings that say how the model drafts."""
     if not family.startswith("gemma"):
         return {"speculative": "mtp"}
-    return {"speculative": "eagle", "draft_model": str(write_head(tmp_path_factory.mktemp("head"), "eagle", model))}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
+    head = write_head(tmp_path_factory.mktemp("head"), "eagle", model, **heads)
+    return {"speculative": "eagle", "draft_model": str(head)}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,7 @@ def test_a_number_of_drafts_that_changes_with_each_round_changes_no_text(
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    thinned([(1, 2), (2, 1), (3, 1), (1, 3), (2, 3), (3, 2), (1, "dp"), ("dp", "dp")], lambda *_: False),
+    thinned([(1, 2), (2, 1), (3, 1), (1, 3), (1, "dp"), ("dp", "dp")], lambda *_: False),
 )
 def test_ranks_of_any_number_pick_the_same(
     prefill: Any, decode: Any, plain: Plain, make_pair: Callable[..., NodePair]

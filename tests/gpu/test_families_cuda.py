@@ -40,11 +40,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm_moe_dsa": ("glm_moe_dsa", {}),
     "gemma3": ("gemma3_text", {}),
     "gemma4": ("gemma4_text", {"num_kv_shared_layers": 1, "head_dim": 32, "global_head_dim": 64}),
+    "gemma4 of published heads": ("gemma4_text", {"head_dim": 256, "global_head_dim": 512, "sliding_window": 33}),
     "gemma4 with experts": (
         "gemma4_text",
-        {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+        {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 48},
     ),
-    "gemma4 of published heads": ("gemma4_text", {"head_dim": 256, "global_head_dim": 512, "sliding_window": 33}),
     "mimo": ("mimo_v2_flash", {}),
     "mimo of published heads": ("mimo_v2_flash", {"head_dim": 192, "v_head_dim": 128, "sliding_window": 33}),
     "gemma3 of published heads": ("gemma3_text", {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 33}),

@@ -85,6 +85,34 @@ def test_any_numbers_of_ranks_hand_over_to_each_other(new_cluster: Callable[...,
     assert answers(cluster, BODIES) == expected
 
 
+FAMILIES: dict[str, dict[str, Any]] = {  # with heads that two and three ranks share
+    "deepseek_v32": {},
+    "glm_moe_dsa": {},
+    "gemma4_text": {"num_key_value_heads": 6, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "mimo_v2_flash": {"num_attention_heads": 12, "num_key_value_heads": 6},
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.whole
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_hand_pools_beside_that_of_kv_over_to_three(
+    family: str, checkpoint: Callable[..., Path], new_cluster: Callable[..., Cluster]
+) -> None:
+    sizes = {"num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96} | FAMILIES[family]
+    cluster = new_cluster(checkpoint(family, **sizes))
+    cluster.start_router()
+    for num_ranks in ((1, 1), (2, 3)):
+        for role, num in zip(("prefill", "decode"), num_ranks, strict=True):
+            start(cluster, role, f"{role}-{num}", num)
+        cluster.wait_ready(num_nodes=2)
+        if num_ranks == (1, 1):
+            expected = answers(cluster, BODIES)
+            for role in ("prefill", "decode"):
+                stop(cluster, f"{role}-1")
+    assert answers(cluster, BODIES) == answers(cluster, BODIES) == expected
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.whole
 def test_keys_protect_the_links_of_ranks(new_cluster: Callable[..., Cluster], tmp_path: Path) -> None:

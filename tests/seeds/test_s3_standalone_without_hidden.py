@@ -29,7 +29,7 @@ from baton.metadata.handoff.schema.hidden_layout import HiddenLayout, HiddenSpec
 from baton.metadata.handoff.schema.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
-PROMPT = [random.Random(8).randrange(512) for _ in range(10)]
+PROMPT = random.Random(8).choices(range(512), k=10)
 TARGET = PoolLayout(num_layers=2, num_kv_heads=2, head_dim=16, dtype="float32")
 PHASES = ("extend", "recurrent")
 OF_STATE = {"topk_index", "topk_score", "recurrent_hidden", "target_rows"}
@@ -170,7 +170,7 @@ def check_poison(model: Path, **drafter: Any) -> None:
 
 
 def test_spoilt_hidden_states_change_nothing(model: Path, tmp_path: Path) -> None:
-    draft = perturbed(model, tmp_path / "draft", 0.15)
+    draft = perturbed(model, tmp_path / "draft", 0.05)
     settings = {"speculative": "standalone", "draft_model": str(draft)}
     check_poison(model, **settings)
     counts = [count for _, counts in rounds(Solo(model, **settings)) for count in counts]
@@ -192,7 +192,7 @@ def test_a_draft_that_reads_them_is_caught(model: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Engine, "states", keeping)
     monkeypatch.setattr(standalone, "sample_ahead", mixing)
-    draft = perturbed(model, tmp_path / "draft", 0.15)
+    draft = perturbed(model, tmp_path / "draft", 0.05)
     with caught():
         check_poison(model, speculative="standalone", draft_model=str(draft))
 

@@ -29,7 +29,7 @@ from baton.engine.rounds.trees import Drafts
 
 FROZEN = ("frozen-kv-mtp", HYPER_FROZEN)
 ASKED = params(40, temperature=1.0, seed=3)
-PROMPT = [random.Random(5).randrange(512) for _ in range(7)]
+PROMPT = random.Random(5).choices(range(512), k=7)
 
 MakeSolo = Callable[..., Solo]
 Row = tuple[list[int], list[int]]  # tokens, positions

@@ -1,11 +1,13 @@
-"""S8: a row stands at its position. Index keys of a model with sparse attention, shifted by one token, with that of a
-rejected draft left in, or with one wrong number on the wire, are caught."""
+"""S8: a row stands at its position. Rows of pools beside that of KV, shifted by one token, with that of a rejected
+draft left in, or with one wrong number on the wire, are caught: index keys of a model with sparse attention, and keys
+and values that have pools by window and by width."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,22 @@ from drafters import settings, target_of
 from node_pair import node_pairs, params
 from scratch import check_against_scratch
 from solo import Solo, caught, coach
+from thinned import thinned
 from ties import Reference
+from torch import Tensor
 
+from baton.engine.attention import attention
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.kernels.attention.attention import AttentionPlan
 from baton.kernels.attention.picks import Sight
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.wire.request import Unit
 
 NAME = "mtp-of-glm-dsa"
-PROMPT = [random.Random(8).randrange(1, 512) for _ in range(45)]  # a fifth of them is attended to
+BY_WINDOW = ("mtp-of-mimo", "eagle-on-gemma4")
+# a drafter's target, and the width of the rows: MiMo's values are 16 numbers wide, so are Gemma 4's heads with a window
+WIDTHS = thinned([(name, width) for name in BY_WINDOW for width in (16, 24)], lambda i, *_: i == 0)
+PROMPT = random.Random(8).choices(range(1, 512), k=45)  # a fifth of them is attended to
 NUM_TOKENS = 24
 
 
@@ -40,12 +50,12 @@ def rows_as(change: Callable[[Sight, torch.Tensor], torch.Tensor]) -> Iterator[N
         yield
 
 
-def texts(model: Path, *, is_local: bool = False) -> list[int]:
+def texts(model: Path) -> list[int]:
     """Return the text of a pair of nodes that drafts, some of whose drafts are accepted."""
     with node_pairs() as start:
         both = {"page_size": 4, "num_pages": 100, "chunk_tokens": 16, **settings(NAME, model, Path(), steps=3)}
         pair = start(model, prefill=both, decode=both)
-        pair.submit("a", PROMPT, params(NUM_TOKENS), is_local=is_local)
+        pair.submit("a", PROMPT, params(NUM_TOKENS))
         result = pair.run()["a", 0]
         assert result.failed is None, result.failed
         return result.ids
@@ -104,21 +114,74 @@ def test_a_key_of_a_rejected_draft_that_stays_is_caught(num_new: int, model: Pat
         check_rounds(solo)
 
 
-@pytest.mark.parametrize("is_in_passing", [False, True])
-def test_one_wrong_number_on_the_wire_is_found(
-    is_in_passing: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def stored_as(width: int, change: Callable[[Tensor, AttentionPlan], tuple[Tensor, AttentionPlan]]) -> Iterator[None]:
+    """Let new rows of `width` numbers be stored as `change(rows, plan)` returns them."""
+    store = attention.store_kv
+
+    def changed(rows: Tensor, layer: Tensor, plan: AttentionPlan) -> None:
+        if layer.shape[-1] == width:
+            rows, plan = change(rows, plan)
+        store(rows, layer, plan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "store_kv", changed)
+        yield
+
+
+@pytest.mark.parametrize(("name", "width"), WIDTHS)
+def test_rows_of_each_pool_one_token_off_are_caught(
+    name: str, width: int, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """One bit of an index key changes behind its page's checksum. If it stays so, the request ends with an error that
-    names the page. If another pull finds it right, the text is served."""
+    """The defect: rows of a prompt lie one slot too late."""
+    model = target_of(name, checkpoint)
+    solo = Solo(model, **settings(name, model, tmp_path, steps=3))
+    check_against_scratch(solo, solo.start(PROMPT, params(9)))
+    with stored_as(width, lambda rows, plan: (rows.roll(1, 0) if len(rows) > 16 else rows, plan)):
+        sequence = solo.start(PROMPT, params(9))
+    with caught():
+        check_against_scratch(solo, sequence)
+
+
+@pytest.mark.parametrize("width", thinned([16, 24], lambda i, _: i == 0))
+def test_a_row_of_a_rejected_draft_that_stays_is_caught_in_each_pool(
+    width: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The defect: the first token of a round does not write its row."""
+    model = target_of("mtp-of-mimo", checkpoint)
+    solo = Solo(model, **settings("mtp-of-mimo", model, tmp_path, steps=3))
+    accepted = check_rounds(solo)
+    assert min(accepted) < 3 and sum(accepted) > 0, accepted
+
+    def skip(rows: Tensor, plan: AttentionPlan) -> tuple[Tensor, AttentionPlan]:
+        return (rows[1:], replace(plan, store=plan.store[rows.shape[1] :])) if len(rows) == 4 else (rows, plan)
+
+    with stored_as(width, skip), caught():
+        check_rounds(solo)
+
+
+# a drafter's target, the pool that is damaged, and whether the damage goes by
+WIRE = [(NAME, 1, False), (NAME, 1, True)]
+WIRE += [(name, pool, False) for name, num in (("mtp-of-mimo", 4), ("eagle-on-gemma4", 2)) for pool in range(num)]
+
+
+@pytest.mark.parametrize(("name", "pool", "is_in_passing"), thinned(WIRE, lambda i, *_: i in (0, 1, 5)))
+def test_one_wrong_number_on_the_wire_is_found(
+    name: str, pool: int, is_in_passing: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of a row changes behind its page's checksum. If it stays so, the request ends with an error that names
+    the page. If another pull finds it right, the text is served."""
+    model = target_of(name, checkpoint)
     offer, flipped = HandoffServer.offer, []
     with node_pairs() as start:
         both = {"page_size": 4, "num_pages": 100, "chunk_tokens": 64}
         pair = start(model, prefill=both, decode=both)
-        target, index, *_ = pair.prefill.prompts.engine.memory
-        assert index.pages.shape[0] == 2 < target.pages.shape[0]  # layers that share picks have no keys
+        memory = pair.prefill.prompts.engine.memory
+        pages, num_layers = memory[pool].pages, read_model_config(model).num_layers
+        assert 0 < pages.shape[0] < num_layers  # layers of another kind, or that share picks, have no rows in it
 
         def flip(page: int) -> None:
-            index.pages[1, page, 77] ^= 0x10
+            pages[pages.shape[0] - 1, page, 77] ^= 0x10
 
         def offered(self: HandoffServer, unit: Unit, indices: Any, pages: Any, *rest: Any) -> None:
             offer(self, unit, indices, pages, *rest)

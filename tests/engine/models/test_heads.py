@@ -32,7 +32,7 @@ from baton.engine.models.heads import _check_target_ids, _embedding, _output
 from baton.metadata.errors import BatonError, ConfigError, ModelError
 
 BOUND = 1e-4
-PROMPT = [random.Random(3).randrange(512) for _ in range(11)]
+PROMPT = random.Random(3).choices(range(512), k=11)
 WIDTHS = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's
 
 Checkpoints = Callable[..., Path]

@@ -108,7 +108,7 @@ def test_each_of_its_prediction_layers_proposes_one_token(checkpoint: Callable[.
     model = with_mtp(checkpoint("mimo_v2_flash"), tmp_path / "model", 3)
     layers = [OwnMtpOracle(model, layer=layer) for layer in range(3)]
     solo = Solo(model, speculative="mtp", draft_model=str(model))
-    sequence = solo.start([random.Random(1).randrange(1, 512) for _ in range(20)], params(30), chunk=7)
+    sequence = solo.start(random.Random(1).choices(range(1, 512), k=20), params(30), chunk=7)
     for num_steps in (3, 0, 2, 3, 1):
         tokens, num = [*sequence.token_ids], len(sequence.token_ids) - 1
         states = layers[0].target.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]

@@ -112,7 +112,7 @@ def test_only_nodes_of_the_path_end_it_when_their_logits_are_no_numbers(
 
 # --- P2: a draft that is the target has every token accepted, greedy and seeded ---
 
-PROMPTS = [[random.Random(i).randrange(512) for _ in range(3 + 4 * i)] for i in range(5)]
+PROMPTS = [random.Random(i).choices(range(512), k=3 + 4 * i) for i in range(5)]
 RIGHT = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
 
