@@ -132,6 +132,7 @@ def _picks() -> None:
     attends = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512, "BLOCK_R": 64, "GROUP": 128, "PAGE_SIZE": 1}
     attends |= {"BLOCK_M": 64, "BLOCK_N": 32, "IS_TREE": False, "HAS_HIDDEN": False, "DEPENDENT": True}
     attends |= {"KEYS_FIRST": False, "tree_starts_ptr": None, "visible_ptr": None}
+    _compiled.discard(triton_latents._decode_kernel)  # with each key on a page of its own
     print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
     for splits in (1, 64):
         for level in range(4):
@@ -139,7 +140,7 @@ def _picks() -> None:
             name = f"digits {level} {splits}"
             print(name, compiled_bytes(triton_picks._digits_kernel, constants, types, num_warps=4))
         constants |= {"LEVEL": 4, "PAGE_SIZE": 16}
-        print(f"rows {splits}", compiled_bytes(triton_picks._rows_kernel, constants, types, num_warps=4))
+        print(f"rows of {splits}", compiled_bytes(triton_picks._rows_kernel, constants, types, num_warps=4))
 
 
 def _fp8() -> None:
