@@ -16,7 +16,7 @@ from collections import abc
 
 from ...metadata.errors import BatonError
 from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
-from ..nodes.node import NodeGroup
+from ..nodes.node import Node, NodeGroup
 from ..requests.request import Delta, Request, Sequence
 from ..waiting.queue import Pinned
 from .verdicts import Answer, Token
@@ -98,12 +98,20 @@ class Canary:
         return request
 
     def look(self, now: float) -> None:
-        """Put the deadline of the last request off if one of the nodes is in a step. Call it several times per
+        """Put the deadline of the last request off if a node that it waits for is in a step. Call it several times per
         second."""
         request = self._request
         self.is_late = request is not None and now - request.created_at > IDLE_TIMEOUT_S
-        if request is not None and any(node is not None and node.busy_since is not None for node in self.nodes):
+        if request is not None and any(node.busy_since is not None for node in self._awaited(request)):
             request.deadline = min(now + IDLE_TIMEOUT_S, request.created_at + MAX_TIMEOUT_S)
+
+    def _awaited(self, request: Request) -> list[Node]:
+        """Return the nodes whose steps keep the answer waiting. While pages move between two, it may be either."""
+        nodes, attempt = [node for node in self.nodes if node is not None], request.sequences[0].attempt
+        if attempt is None or len(nodes) == 1 or (attempt.prefill_done and not attempt.admitted):
+            return nodes
+        prefill, decode = nodes
+        return [prefill] if attempt.dispatched and not attempt.prefill_done else [decode]
 
     def on_delta(self, _sequence: Sequence, delta: Delta, /) -> None:
         self.answer += answer_of(delta.token_ids, delta.logprobs, self.prompt.tie_gap)

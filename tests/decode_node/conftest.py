@@ -22,7 +22,7 @@ from baton.metadata.wire.request import GenerationRequest, SamplingParams, pack_
 MakeSequence = Callable[..., Sequence]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plain(checkpoint: Callable[..., Path]) -> Callable[[str], tuple[Path, Plain]]:
     """`plain(name)`: the model that a drafter is for, and its output without speculation, computed once per model."""
     plain_of = functools.cache(Plain.of)

@@ -183,9 +183,10 @@ def test_a_frozen_state_of_an_earlier_round_is_caught(make_solo: MakeSolo, monke
         check(solo, monkeypatch)
 
 
-def test_an_empty_batch_of_prompt_tails_gives_an_empty_state(make_solo: MakeSolo) -> None:
+def test_an_empty_batch_of_prompt_tails_gives_an_empty_state(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     for name in STATEFUL:
-        drafter = make_solo(name).drafter
+        model = target_of(name, checkpoint)
+        drafter = Solo(model, **settings(name, model, tmp_path)).drafter
         none, hidden = torch.zeros(0, dtype=torch.int64), drafter.hidden.allocate("extend", 0)
         state = drafter.finish_prompt([], none, hidden, SamplingBatch.of([]))
         assert len(state) == 0 and dict(state.present()).keys() == dict(drafter.allocate(1).present()).keys()

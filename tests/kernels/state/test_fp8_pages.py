@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from compile_kernels import IS_WHOLE, SHARED_BYTES, shared_bytes
 from quantized import fp8_numbers, fp8_pool, fp8_rounded
 from triton_device import DEVICE
 
@@ -133,18 +130,6 @@ def test_slots_move_with_their_scales() -> None:
     move_slots_ref_(expected, table, sources, targets)
     move_slots_ref_(kv, table, sources, targets)
     assert torch.equal(fp8_numbers(kv), expected)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU compiles what it runs")
-def test_a_gpu_takes_the_kernels(tmp_path: Path) -> None:
-    """Compiled for a GPU of compute capability 9.0, with the tiles that are launched. Pages in FP8 need no more shared
-    memory than pages of 16 bits."""
-    pytest.importorskip("triton")
-    found = shared_bytes("fp8_pages", tmp_path)
-    assert len(found) == (16 if IS_WHOLE else 12) and max(found.values()) <= SHARED_BYTES, found
-    for kernel in ("round", "chunk", "store"):
-        kinds = ("fp8e4nv",) if kernel == "store" else ("fp8e4nv", "u16")
-        assert all(found[f"{kind} {kernel}"] <= found[f"bf16 {kernel}"] for kind in kinds)
 
 
 def test_triton_moves_slots_with_their_scales() -> None:

@@ -32,6 +32,7 @@ from baton.router.health.health import (
     TellProven,
 )
 from baton.router.nodes.node import Node
+from baton.router.requests.request import Attempt
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import System
@@ -423,6 +424,33 @@ def test_a_canary_waits_longer_while_one_of_its_nodes_is_in_a_step(world: World)
     world.beat("d0", phase="decode", phase_age_s=0.01)
     world.look(MAX_TIMEOUT_S)
     assert deadline() == start + MAX_TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("state", "awaited"),
+    [
+        ({}, ["d0"]),
+        ({"dispatched": True}, ["p0"]),
+        ({"dispatched": True, "prefill_done": True}, ["p0", "d0"]),
+        ({"dispatched": True, "prefill_done": True, "admitted": {0}}, ["d0"]),
+    ],
+    ids=["asks for pages", "computes the prompt", "moves pages", "generates"],
+)
+@pytest.mark.parametrize("busy", ["p0", "d0"])
+def test_a_canary_waits_longer_only_for_the_node_whose_turn_it_is(
+    state: dict[str, Any], awaited: list[str], busy: str, world: World
+) -> None:
+    """Beside a decode node that serves others all the time, a prefill node that says nothing is found as soon."""
+    world.mute = {"p0"}
+    world.join("p0", "d0")
+    (canary,) = world.starts("p0", "d0")
+    attempt = canary.request.sequences[0].attempt = Attempt(0, {0}, world.nodes["p0"], world.nodes["d0"], world.now)
+    for name, value in state.items():
+        setattr(attempt, name, value)
+    start = world.now
+    world.beat(busy, phase="decode", phase_age_s=0.01)
+    world.look(IDLE_TIMEOUT_S / 2)
+    assert canary.request.deadline == IDLE_TIMEOUT_S + (world.now if busy in awaited else start)
 
 
 def test_transfers_that_fail_in_a_row_bring_canaries_later_and_later(world: World) -> None:

@@ -137,13 +137,14 @@ def _picks() -> None:
     attends = {"RANK": 512, "ROTARY_DIM": 64, "BLOCK_D": 512, "BLOCK_R": 64, "GROUP": 128, "PAGE_SIZE": 1}
     attends |= {"BLOCK_M": 64, "BLOCK_N": 32, "IS_TREE": False, "HAS_HIDDEN": False, "DEPENDENT": True}
     attends |= {"KEYS_FIRST": False, "tree_starts_ptr": None, "visible_ptr": None}
+    _compiled.discard(triton_latents._decode_kernel)  # with each key on a page of its own
     print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
     run = {"PAGE_SIZE": 16, "RUN": 16384}
     first = {**run, "slots_ptr": None, "rows_ptr": None, "counts_ptr": None}
     last = {**run, "keys_ptr": None, "places_ptr": None}
     for name, constants, found in (("best of scores", first, "*fp32"), ("best of the best", last, "*i32")):
         types = {**types, "from": found, "keys": "*i32"}
-        print(name, compiled_bytes(triton_picks._best_kernel, constants, types, num_warps=16))
+        print(name, compiled_bytes(triton_picks._best_kernel, constants, types, num_warps=8))
 
 
 def _fp8() -> None:
