@@ -26,6 +26,7 @@ SIZES = {  # so that two and three ranks can share them
     "hidden_size": 96,
     "linear_num_key_heads": 6,
     "linear_num_value_heads": 12,
+    "shared_expert_intermediate_size": 48,
 }
 
 
