@@ -14,6 +14,7 @@ def check_shares(config: ModelConfig, size: int, model: str, *, has_all_heads: b
     counts["hidden units"] = config.intermediate_size
     if config.experts is not None:
         counts["hidden units of an expert"] = config.experts.inner_size
+        counts["hidden units for all tokens"] = config.experts.shared_size
     if config.delta is not None and not has_all_heads:
         counts["key heads of the delta rule"] = config.delta.num_key_heads
     for what, count in counts.items():

@@ -23,6 +23,13 @@ from baton.metadata.errors import ConfigError
         ("Qwen3-32B-FP8", 16, False, None),
         ("DeepSeek-V3", 32, False, "m has FP8 scales for blocks of 128; 32 ranks would have .* cuts a block"),
         ("gpt-oss-20b", 8, False, None),
+        ("Qwen3-Next-80B-A3B", 16, False, None),
+        (
+            "Qwen3-Next-80B-A3B",
+            12,
+            True,
+            "m has 5120 hidden units, which 12 ranks cannot divide; let --dp-attention be",
+        ),
     ],
 )
 def test_shares(name: str, size: int, has_all_heads: bool, words: str | None, tmp_path: Path) -> None:
