@@ -68,7 +68,7 @@ def test_text_of_both_nodes_is_that_of_the_cpu(name: str, drafter: str, checkpoi
         check_texts(model, drafts | {"draft_topk": 2, "draft_tokens": 8})
 
 
-@pytest.mark.parametrize("name", ["mtp-of-glm4", "mtp-of-deepseek", "mtp-of-glm-dsa"])
+@pytest.mark.parametrize("name", ["mtp-of-glm4", "mtp-of-deepseek", "mtp-of-glm-dsa", "mtp-of-mimo"])
 def test_drafts_by_prediction_layers_of_the_checkpoint(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = drafters.target_of(name, checkpoint)
     check_texts(model, drafters.settings(name, model, tmp_path, steps=3))
