@@ -82,8 +82,8 @@ def run(pair: NodePair, name: str) -> list[Seen]:
         [sequence] = sequences
         index = int(sequence.unit.rid.removeprefix(name))
         current[:] = [index]
-        if not seen[index].proposals and len(engine.kvs) > 1:
-            seen[index].kv = gather(engine.kvs[1], sequence.pages, sequence.num_computed)
+        if not seen[index].proposals and engine.draft_pools is not None:
+            seen[index].kv = gather(engine.draft_pools.kv, sequence.pages, sequence.num_computed)
         return submit(sequences, *rest)
 
     def collecting(submitted: Any) -> Any:
