@@ -87,13 +87,6 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "index_scores": (_numba("attention.numba_picks"),),
         "paged_index_scores": (_triton("attention.triton_picks"),),
         "paged_picks": (_triton("attention.triton_picks"),),
-        # entries.py
-        "compress": (),
-        "attend_rows": (),
-        # streams.py
-        "read_streams": (),
-        "write_streams": (),
-        "collapse_streams": (),
         # history.py
         "gather_keys": (_triton("attention.triton_history", _FLOATS | _FP8),),
         "join_parts": (_triton("attention.triton_history", _FLOATS),),

@@ -89,17 +89,18 @@ def chosen(of_checkpoint: Quantization | None, choice: Literal["auto", "fp8"]) -
 
 
 def read_quantization(
-    raw: ConfigFile, model_dir: Path, scale_name: ScaleName = "weight_scale_inv", *, may_pack_experts: bool = False
+    raw: ConfigFile, model_dir: Path, scale_name: ScaleName | None = None, *, may_pack_experts: bool = False
 ) -> Quantization | None:
-    """Return how the linear layers are quantized; None: they are not. `scale_name`: of blocks, in the family's files.
-    `may_pack_experts`: config.json may say that experts are in MXFP4. Raises ModelError for what is not served."""
+    """Return how the linear layers are quantized; None: they are not. `scale_name`: of blocks, if the family has its
+    own. `may_pack_experts`: config.json may say that experts are in MXFP4. Raises ModelError for what is not
+    served."""
     found = _read_stated(raw, model_dir)
     if found is None or found.weight_scale != "blocks":
         return found
     expert_dtype = raw.get("expert_dtype") if may_pack_experts else None
     if expert_dtype not in (None, "fp8", "fp4"):
         raise raw.error("expert_dtype", "is not served; fp8 and fp4 are")
-    return replace(found, scale_name=scale_name, has_mxfp4_experts=expert_dtype == "fp4")
+    return replace(found, scale_name=scale_name or found.scale_name, has_mxfp4_experts=expert_dtype == "fp4")
 
 
 def _read_stated(raw: ConfigFile, model_dir: Path) -> Quantization | None:

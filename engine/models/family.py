@@ -48,7 +48,7 @@ class ModelFamily:
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
     may_have_mlp_bias: bool = False
     may_cap_logits: bool = False  # by final_logit_softcapping
-    scale_name: ScaleName = "weight_scale_inv"  # of the scales of blocks in FP8
+    scale_name: ScaleName | None = None  # of the scales of blocks in FP8, if it is none of the usual ones
     may_pack_experts: bool = False  # as expert_dtype says
     scales_queries: bool = False  # by their positions, as llama_4_scaling_beta among the rotary settings says
     window: Literal["refused", "all_layers", "by_layer", "by_type"] = "refused"  # by_type: as layer_types says

@@ -32,7 +32,7 @@ def stored_tensors(
 
     `has` tells whether there is a tensor of this name ("weight"). If no format finds all of its own, the tensors are
     those of the last one, a plain weight. Experts in MXFP4 have tensors of their own."""
-    if quantization is not None and quantization.weight_scale == "mxfp4" and has(quantization.scale_name):
+    if quantization is not None and quantization.weight_scale == "mxfp4" and quantization.scale_name == "scale":
         return mxfp4.tensors(out_size, in_size, quantization)
     for product in PRODUCTS:
         tensors = product.tensors(out_size, in_size, quantization)

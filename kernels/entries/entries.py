@@ -15,11 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operations import Operation
 from ..products.norm import Norm, rms_norm
 
 
-def compress_ref(rows: Tensor, bias: Tensor, norm: Norm, *, has_before: bool) -> Tensor:
+def compress(rows: Tensor, bias: Tensor, norm: Norm, *, has_before: bool) -> Tensor:
     """Return the entries of whole windows before their rotation, [num_windows, width] float32.
 
     `rows` [num_tokens, 2 * columns] float32 has kv and gate of each token, `bias` is [rate, columns] float32.
@@ -44,7 +43,7 @@ def rotate_pairs_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     rotated.copy_(torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1))
 
 
-def attend_rows_ref(q: Tensor, kv: Tensor, is_seen: Tensor, sinks: Tensor, scale: float) -> Tensor:
+def attend_rows(q: Tensor, kv: Tensor, is_seen: Tensor, sinks: Tensor, scale: float) -> Tensor:
     """Return the attention of the tokens of one sequence, [num_tokens, num_heads, width] of q's dtype.
 
     `q` [num_tokens, num_heads, width]; `kv` [num_rows, width] are keys and values of all heads; `is_seen` [num_tokens,
@@ -59,7 +58,3 @@ def attend_rows_ref(q: Tensor, kv: Tensor, is_seen: Tensor, sinks: Tensor, scale
     sums = torch.einsum("thj,jd->thd", weights, wide.masked_fill(is_bad.unsqueeze(1), 0.0))
     sees_bad = (is_bad & is_seen).any(1)
     return sums.masked_fill(sees_bad.view(-1, 1, 1), float("nan")).to(q.dtype)
-
-
-compress = Operation("compress", compress_ref)
-attend_rows = Operation("attend_rows", attend_rows_ref)

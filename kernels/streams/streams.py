@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operations import Operation
 from ..products.norm import Norm, rms_norm
 
 
@@ -48,7 +47,7 @@ class StreamShares(NamedTuple):
     mix: Tensor  # [num_tokens, hc_mult, hc_mult] float32, from, to
 
 
-def read_streams_ref(
+def read_streams(
     streams: Tensor, weights: StreamWeights, norm: Norm, rules: StreamRules
 ) -> tuple[Tensor, StreamShares]:
     """Return the input of a sublayer, normed, [num_tokens, hidden_size], and the shares for `write_streams`. `streams`
@@ -67,14 +66,14 @@ def read_streams_ref(
     return rms_norm(_collapsed(streams, read), *norm), StreamShares(write, mix)
 
 
-def write_streams_ref(streams: Tensor, y: Tensor, shares: StreamShares) -> Tensor:
+def write_streams(streams: Tensor, y: Tensor, shares: StreamShares) -> Tensor:
     """Return the mixed streams with the output `y` [num_tokens, hidden_size] of a sublayer added to each: a new tensor
     [num_tokens, hc_mult, hidden_size]."""
     mixed = torch.matmul(shares.mix.transpose(1, 2), streams.float())
     return (mixed + shares.write.unsqueeze(2) * y.unsqueeze(1).float()).to(streams.dtype)
 
 
-def collapse_streams_ref(streams: Tensor, weights: StreamWeights, rules: StreamRules) -> Tensor:
+def collapse_streams(streams: Tensor, weights: StreamWeights, rules: StreamRules) -> Tensor:
     """Return the one state that the streams collapse to, [num_tokens, hidden_size]. `streams` is [num_tokens, hc_mult,
     hidden_size]."""
     read = torch.sigmoid(_products(streams, weights, rules) * weights.scale + weights.base) + rules.eps
@@ -89,8 +88,3 @@ def _products(streams: Tensor, weights: StreamWeights, rules: StreamRules) -> Te
 
 def _collapsed(streams: Tensor, read: Tensor) -> Tensor:
     return (read.unsqueeze(2) * streams).sum(1).to(streams.dtype)
-
-
-read_streams = Operation("read_streams", read_streams_ref)
-write_streams = Operation("write_streams", write_streams_ref)
-collapse_streams = Operation("collapse_streams", collapse_streams_ref)

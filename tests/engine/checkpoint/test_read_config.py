@@ -238,6 +238,14 @@ def test_published_files_mean_what_transformers_takes_them_for(name: str, tmp_pa
     if ours.window is not None:
         assert ours.window.rope.theta == rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
+    if ours.compressed is not None:
+        of_entries = ours.compressed.rope
+        assert (of_entries.theta, of_entries.factor, of_entries.attention_factor) == (
+            rope["compress"]["rope_theta"],
+            rope["compress"]["factor"],
+            rope["compress"]["attention_factor"],
+        )
+        rope = rope["main"]
     assert (ours.rms_norm_eps, ours.rope.theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert ours.rope.rope_type == rope["rope_type"] and ours.rope.factor == (rope.get("factor") or 1.0)
     if ours.rope.rope_type != "yarn":  # which stretches the length of a file that states the original one
@@ -249,6 +257,8 @@ def test_published_files_mean_what_transformers_takes_them_for(name: str, tmp_pa
     window = getattr(theirs, "sliding_window", None)
     alike = (window and "full_attention", window and "sliding_attention")[ours.architecture[:7] == "Mistral"]
     types = getattr(theirs, "layer_types", None) or [alike] * ours.num_layers
+    if ours.compressed is not None:
+        types = ["sliding_attention"] * ours.num_layers  # all of them see a window, whatever is behind it
     assert ours.sliding_window == tuple(window if each == "sliding_attention" else None for each in types)
     if whole.model_type != "mistral3":  # whose class says true, and whose checkpoints have a head
         assert ours.tie_word_embeddings == whole.tie_word_embeddings

@@ -28,6 +28,8 @@ def check_against_scratch(solo: Solo, sequence: Running) -> None:
 def _check_further(solo: Solo, sequence: Running, scratch: Running, *, of_draft: bool = False) -> None:
     both = (solo.further_rows(each, of_draft=of_draft) for each in (sequence, scratch))
     for ours, theirs in zip(*both, strict=True):
+        if ours.numel() == 0:  # no window is whole yet
+            continue
         assert float((ours - theirs).abs().max()) < BOUND, (ours - theirs).abs().amax((0, 1, 2, 4))
 
 
