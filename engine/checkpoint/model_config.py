@@ -176,6 +176,12 @@ class DeltaConfig:
         """Numbers of a key head and its value heads that are convolved."""
         return 2 * self.key_dim + self.num_shared * self.value_dim
 
+    def window(self, page_size: int) -> int:
+        """Return how many positions a token sees in the pools, itself included: its block, and before it the block that
+        ends with a state, and the rows that a convolution reads."""
+        block = delta_block(page_size)
+        return block + max(block, self.num_taps - 1)
+
     @property
     def further(self) -> tuple[Further, ...]:
         """The pools of these layers: a row of inputs per token, and a state per block of tokens."""
@@ -204,7 +210,7 @@ class Further:
     num_heads: int = 1  # if there are fewer than ranks, several ranks hold the same head
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: of the model's attention
     per_block: bool = False  # the rows of a block (`delta_block`) have `width` numbers together
-    is_tail: bool = False  # layers read rows of their own block of tokens and the one before alone
+    is_tail: bool = False  # layers read rows of `DeltaConfig.window` alone
 
     def row_width(self, page_size: int) -> int:
         """Return the numbers of one head in the row of a token."""
@@ -404,7 +410,7 @@ class ModelConfig:
                 each.name,
                 len(each.layers),
                 (KvPlane(each.name, each.num_heads, each.row_width(page_size), each.dtype or dtype),),
-                2 * delta_block(page_size) if self.has_tail and each.is_tail else 0,
+                self.delta.window(page_size) if self.delta and self.has_tail and each.is_tail else 0,
             )
             for each in self.further
         ]

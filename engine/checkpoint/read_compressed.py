@@ -33,10 +33,14 @@ def respell_deepseek_v4(raw: ConfigFile) -> None:
     for key, value, served in (("layer_types", types, tuple(_KINDS)), ("mlp_layer_types", mlps, (*_MLPS.values(),))):
         if not isinstance(value, list) or len(value) != num_layers or not set(value) <= set(served):
             raise raw.error(key, f"must list {num_layers} layers, each {' or '.join(served)}", value=value)
-    partial = raw.get("partial_rotary_factor")
-    rope_dim = raw.integer("qk_rope_head_dim", 64 if partial is None else int(partial * head_dim))
+    share = None if raw.get("partial_rotary_factor") is None else raw.number("partial_rotary_factor")
+    rope_dim = raw.integer("qk_rope_head_dim", 64 if share is None else int(share * head_dim))
     if rope_dim % 2 or rope_dim > head_dim or rope_dim > raw.integer("index_head_dim"):
         raise raw.error("qk_rope_head_dim", f"must be even and fit in heads of {head_dim}", value=rope_dim)
+    ropes = _ropes(raw)
+    for each in (share, *(rope.pop("partial_rotary_factor", None) for rope in ropes.values())):
+        if each is not None and int(raw.positive("partial_rotary_factor", each) * head_dim) != rope_dim:
+            raise raw.error("partial_rotary_factor", f"rotates other than {rope_dim} of {head_dim} numbers", value=each)
     inner_size = raw.integer("moe_intermediate_size")
     raw.replace(
         {
@@ -46,7 +50,7 @@ def respell_deepseek_v4(raw: ConfigFile) -> None:
             "qk_rope_head_dim": rope_dim,
             "partial_rotary_factor": None,
             "intermediate_size": inner_size * raw.integer("n_shared_experts", 1),
-            "rope_parameters": _ropes(raw),
+            "rope_parameters": ropes,
             "rope_scaling": None,
         }
     )
@@ -70,8 +74,8 @@ def _rates(raw: ConfigFile) -> dict[str, int]:
 
 
 def _ropes(raw: ConfigFile) -> dict[str, dict[str, Any]]:
-    """Return the rotary settings of layers with a window alone, and of those with entries. Sines and cosines of the
-    latter have no factor, unless the file says one."""
+    """Return the rotary settings of layers with a window alone, and of those with entries. Sines and cosines have no
+    factor."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     fields: Any = raw.get(key)
     if not isinstance(fields, dict):
@@ -84,9 +88,9 @@ def _ropes(raw: ConfigFile) -> dict[str, dict[str, Any]]:
         main = {"rope_theta": 10_000.0 if plain is None else plain}
         compress = {**given, "rope_theta": 160_000.0 if wide is None else wide}
     if (compress.get("rope_type") or compress.get("type")) == "yarn":
-        compress.setdefault("attention_factor", 1.0)
-    for each in (main, compress):  # widths say it
-        each.pop("partial_rotary_factor", None)
+        if compress.get("attention_factor") not in (None, 1):
+            raise raw.error("attention_factor", "is not served; 1.0 is", value=compress["attention_factor"])
+        compress["attention_factor"] = 1.0
     return {"main": main, "compress": compress}
 
 

@@ -74,6 +74,16 @@ def test_output_is_that_of_speculation_off(name: str, plain: Plain, make_pair: C
     assert stats.num_drafted > stats.num_accepted > 0
 
 
+@pytest.mark.parametrize("page_size", thinned([1, 2, 3, 6], lambda _, size: size == 3))
+def test_a_convolution_may_read_more_rows_than_a_block_has(
+    page_size: int, plain: Plain, make_pair: Callable[..., NodePair]
+) -> None:
+    """Its four rows lie in as many blocks. Pages of three or six tokens have blocks of one or two."""
+    pair = make_pair(page_size=page_size)
+    for cell in CELLS[:2]:
+        run_cell(pair, cell, plain.cases)
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     thinned([(1, 2), (2, 1), (3, 1), (1, 3), (1, "dp"), ("dp", "dp")], lambda *_: False),
