@@ -282,6 +282,13 @@ class ModelConfig:
         return "GELU in experts" if self.gemma4 is not None and self.experts is not None else None
 
     @property
+    def refuses_trees(self) -> str | None:
+        """The reason, in words, why drafts must be chains; None if they may be trees."""
+        if self.compressed is not None:
+            return "makes entries by position, and tokens of a tree share positions"
+        return None if self.delta is None else "has layers with a gated delta rule, which verify chains alone"
+
+    @property
     def q_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim
