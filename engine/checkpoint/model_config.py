@@ -334,7 +334,7 @@ class ModelConfig:
 
     @property
     def of_attention(self) -> ModelConfig:
-        """The configuration by which attention computes, with the layers that have KV."""
+        """The configuration of the layers that have KV. Layers with a delta rule are left out."""
         if self.delta is None:
             return self
         num_layers = len(self._stored(is_windowed=False))
@@ -425,8 +425,8 @@ class ModelConfig:
         return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
-        """Return the configuration of `num_layers` prediction layers, each like the model's last one, like one with a
-        window, or like the last one with attention."""
+        """Return the configuration of `num_layers` prediction layers. They are like the model's layers that see all
+        positions; if `predicts_in_window`, or beside entries, they are like those with a window."""
         further = () if self.delta else tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
         if self.compressed is not None:
             windows = replace(self.compressed, kinds=("window",) * num_layers)
@@ -443,7 +443,7 @@ class ModelConfig:
 
     @property
     def _unlike_kv(self) -> str | None:
-        """What the pool of KV has in place of keys and values of one width, in words."""
+        """The contents of the KV pool, in words; None: keys and values of one width."""
         if self.compressed is not None:
             return "keys that are also values"
         if self.latent is not None:

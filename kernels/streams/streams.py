@@ -42,7 +42,7 @@ class StreamWeights(NamedTuple):
 
 
 class StreamShares(NamedTuple):
-    """How the output of a sublayer is added to the streams of each token, and how these are mixed."""
+    """Weights with which `write_streams` adds the output of a sublayer to the streams, and mixes the streams."""
 
     write: Tensor  # [num_tokens, hc_mult] float32
     mix: Tensor  # [num_tokens, hc_mult, hc_mult] float32, from, to
