@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "proportional")
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]  # how a router makes scores of its product
 INDEX = "index"  # the further pool of index keys
 DELTA_ROWS, DELTA_STATES = "delta_rows", "delta_states"  # the further pools of layers with a delta rule
 DELTA_BLOCK = 64  # tokens of a block of the delta rule, if pages do not divide it (`delta_block`)
 WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
+VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,6 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
-
-
-VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
-Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]  # how a router makes scores of its product
 
 
 @dataclass(frozen=True, slots=True)
