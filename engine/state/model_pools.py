@@ -14,8 +14,8 @@ _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class ModelPools(NamedTuple):
-    """The pools of a target or a draft on its device. One block table serves all pools of kept pages, and another one
-    those of tail pages.
+    """The pools of a target or a draft on its device. One block table serves all that have the same page numbers: all
+    but the pool of layers with tail pages.
 
     Each is [num_layers, num_pages, num_planes, num_heads, page_size, width]. Its layers are those that store something
     in it."""
