@@ -86,8 +86,8 @@ class SequencePages:
             sequence.tail.extend(end, tails)
 
     def _give_passed(self, sequence: Sequence, passed: range) -> None:
-        """Exchange the tail pages of these pages of tokens, which the next tokens would write over, for others, so that
-        the prefix cache has those of the prompt. Another text may continue behind its end."""
+        """Give the tail pages of the `passed` pages of tokens to the prefix cache, and take others for the next tokens,
+        which would write over them. So another text may continue behind the end of the prompt."""
         assert sequence.lease is not None and sequence.tail is not None, sequence.unit
         tails = sequence.tail.numbers(passed)
         end = sequence.prompt_len // self._page_size - self._num_tails

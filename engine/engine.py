@@ -24,7 +24,15 @@ from ..metadata.handoff.memory import PageMemory
 from ..metadata.handoff.pages import DevicePool
 from ..metadata.handoff.schema.hidden_layout import HiddenDtype
 from ..metadata.handoff.schema.kv_layout import DTYPE_BYTES, KvLayout, Shard
-from ..metadata.handoff.schema.schema import are_tails, kv_layouts, on_gpu, page_bytes, pools, tail_window
+from ..metadata.handoff.schema.schema import (
+    are_tails,
+    further_pools,
+    kv_layouts,
+    on_gpu,
+    page_bytes,
+    pools,
+    tail_window,
+)
 from ..metadata.logs import size_in_words
 from ..metadata.wire.node_info import HandoffSchema, ModelCard
 from ..metadata.wire.request import TokenLogprobs
@@ -37,7 +45,7 @@ from .checkpoint.hub import name_of
 from .checkpoint.made_checkpoint import FILES
 from .checkpoint.model_card import read_card
 from .checkpoint.model_check import longest_context, resolve_model
-from .checkpoint.model_config import VALUES, WINDOW_POOL, WINDOW_VALUES, ModelConfig
+from .checkpoint.model_config import VALUES, ModelConfig
 from .checkpoint.quantization import chosen
 from .checkpoint.read_config import read_model_config
 from .config import SHARING, EngineConfig
@@ -100,7 +108,6 @@ class Engine:
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
         _check_tried(self.device, self.model_config, self.speculation.draft)
-        _check_trees(self.model_config, self.speculation)
         if not self.speculation.frozen_layers:  # these are read at any position by a drafter
             self.model_config = self.model_config.with_tail()
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
@@ -514,7 +521,7 @@ class Engine:
             return submitted.read([state.params.num_logprobs for state in states])
 
     def copy_page(self, source: int, target: int) -> None:
-        """All pools' KV of one page into another. No tail page depends on a choice, so none is copied."""
+        """Copy one page into another in all pools of kept pages. All choices of a prompt share its tail pages."""
         for pool, is_tail in zip(self._pools, are_tails(self.schema), strict=True):
             if not is_tail:
                 pool[:, target].copy_(pool[:, source])
@@ -527,11 +534,14 @@ class Engine:
         tail_table: torch.Tensor | None = None,
     ) -> None:
         """Copy slots `sources` into slots `targets` in every pool of the target, as `move_slots_ref_` does in one."""
-        target = self.target_pools
-        tails = [target.further[name] for name in (WINDOW_POOL, WINDOW_VALUES) if name in target.further]
-        for pool in target.all:
-            has_tails = tail_table is not None and any(pool is each for each in tails)
-            move_slots_(pool, tail_table if has_tails and tail_table is not None else block_table, sources, targets)
+        for pool in self.target_pools.all:
+            table = tail_table if tail_table is not None and self.has_tail_pages(pool) else block_table
+            move_slots_(pool, table, sources, targets)
+
+    def has_tail_pages(self, pool: torch.Tensor) -> bool:
+        """Return whether a pool of the target has tail pages."""
+        windows = {name: each.window for name, each in further_pools(self.schema).items()}
+        return any(each is pool and windows[f"target.{name}"] for name, each in self.target_pools.further.items())
 
 
 def use_threads(config: EngineConfig) -> None:
@@ -562,15 +572,6 @@ def _check_tried(device: torch.device, *configs: ModelConfig | None) -> None:
     for config in configs if device.type == "cuda" else ():
         if config is not None and (untried := config.untried_on_gpu):
             raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
-
-
-def _check_trees(config: ModelConfig, speculation: Speculation) -> None:
-    """Raise ConfigError if drafts are a tree, and the target has layers that read tokens in their order."""
-    if config.delta is not None and not speculation.shape.is_chain:
-        raise ConfigError(
-            f"{config.architecture}: layers with a gated delta rule verify chains alone, and draft_topk is "
-            f"{speculation.shape.topk}; use --draft-topk 1"
-        )
 
 
 def _check_size(num_pages: int) -> None:
@@ -618,8 +619,9 @@ def _default_num_pages(
     num_nodes: int = 1,
     num_tails: Callable[[int], int] = lambda _: 0,
 ) -> int:
-    """Four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's and the host's) for
-    the pools of `num_nodes` ranks together. `num_tails` returns how many tail pages lie beside a number of pages.
+    """Return the pages of four contexts or 65,536 tokens, but no more than a quarter of the free memory (of the GPU's
+    and the host's) for the pools of `num_nodes` ranks together. `num_tails` returns how many tail pages lie beside a
+    number of pages.
 
     A node on a GPU with our compiled kernels takes what its share allows instead (memory_share.py)."""
     wanted = max(4 * context_len, _DEFAULT_POOL_TOKENS) // schema.page_size + 1

@@ -118,7 +118,7 @@ class Request:
         return [] if self.tail is None else self.tail.own
 
     def keep_tail(self, own: list[int]) -> None:
-        """The prefix cache, or the pool, has got all tail pages but `own`."""
+        """Keep only the tail pages `own`. The caller has given the others to the prefix cache, or freed them."""
         self.kept_tails = own
 
     def give_up_pages(self) -> None:

@@ -10,8 +10,9 @@ over, caches its pages and moves them, together with those of KV. A layer reache
         scores = queries[seen.tokens] @ seen.stored.T ...
 
 `place` is the layer's index in the pool, which the family gives to the layer (`ModelConfig.place`). A row lies at the
-slot that the token's KV has. So the row of a rejected draft is written again before anybody reads it. Kernels read
-`rows.pools` by the block tables of `rows.batches`.
+slot that the token's KV has, or at the same place of its tail page (engine/state/tail_pages.py). So the row of a
+rejected draft is written again before a layer reads it. Kernels read `rows.pools` by the block tables of
+`rows.batches`.
 """
 
 from __future__ import annotations

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "proportional")
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]  # how a router makes scores of its product
 INDEX = "index"  # the further pool of index keys
 DELTA_ROWS, DELTA_STATES = "delta_rows", "delta_states"  # the further pools of layers with a delta rule
 DELTA_BLOCK = 64  # tokens of a block of the delta rule, if pages do not divide it (`delta_block`)
 WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
+VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,6 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
-
-
-VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
-Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]  # how a router makes scores of its product
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +286,13 @@ class ModelConfig:
         return "GELU in experts" if self.gemma4 is not None and self.experts is not None else None
 
     @property
+    def refuses_trees(self) -> str | None:
+        """The reason, in words, why drafts must be chains; None if they may be trees."""
+        if self.compressed is not None:
+            return "makes entries by position, and tokens of a tree share positions"
+        return None if self.delta is None else "has layers with a gated delta rule, which verify chains alone"
+
+    @property
     def q_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim
@@ -333,7 +338,7 @@ class ModelConfig:
 
     @property
     def of_attention(self) -> ModelConfig:
-        """The configuration by which attention computes, with the layers that have KV."""
+        """The configuration of the layers that have KV. Layers with a delta rule are left out."""
         if self.delta is None:
             return self
         num_layers = len(self._stored(is_windowed=False))
@@ -424,8 +429,8 @@ class ModelConfig:
         return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
-        """Return the configuration of `num_layers` prediction layers, each like the model's last one, like one with a
-        window, or like the last one with attention."""
+        """Return the configuration of `num_layers` prediction layers. They are like the model's layers that see all
+        positions; if `predicts_in_window`, or beside entries, they are like those with a window."""
         further = () if self.delta else tuple(replace(each, layers=tuple(range(num_layers))) for each in self.further)
         if self.compressed is not None:
             windows = replace(self.compressed, kinds=("window",) * num_layers)
@@ -442,7 +447,7 @@ class ModelConfig:
 
     @property
     def _unlike_kv(self) -> str | None:
-        """What the pool of KV has in place of keys and values of one width, in words."""
+        """The contents of the KV pool, in words; None: keys and values of one width."""
         if self.compressed is not None:
             return "keys that are also values"
         if self.latent is not None:

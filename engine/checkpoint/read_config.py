@@ -91,15 +91,20 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
         delta=delta,
         has_output_gate=family.has_output_gate,
     )
-    if config.has_cut_heads and family.value_dim is None:  # that attention orders its outputs instead
+    _check_blocks(raw, family, config)
+    if architecture is None:
+        refuse_unknown_fields(raw, family)
+    return config
+
+
+def _check_blocks(raw: ConfigFile, family: ModelFamily, config: ModelConfig) -> None:
+    """Refuse FP8 blocks that heads cut, unless the family orders the outputs of the product instead of its rows."""
+    if config.has_cut_heads and family.value_dim is None:
         raise raw.error(
             "quantization_config",
             f"scales blocks of 128 rows, which heads of {config.head_dim} numbers cut; use a checkpoint in 16 bits",
             value="fp8",
         )
-    if architecture is None:
-        refuse_unknown_fields(raw, family)
-    return config
 
 
 def _further(raw: ConfigFile, family: ModelFamily, delta: DeltaConfig | None) -> tuple[Further, ...]:

@@ -136,7 +136,8 @@ class ListedWeights(Weights):
         are_experts: bool = False,
     ) -> WeightSource:
         del split, orders  # the checkpoint holds whole weights
-        for name, tensors in _stored(self, out_sizes, in_size, _of(self.quantization, are_experts)).items():
+        quantization = _quantization_of(self.quantization, are_experts)
+        for name, tensors in _stored(self, out_sizes, in_size, quantization).items():
             self.specs += [TensorSpec(f"{name}.{last}", each.shape, each.dtypes) for last, each in tensors.items()]
         total = sum(out_sizes.values())
         biases = None
@@ -192,7 +193,7 @@ class CheckpointWeights(Weights):
         orders: RowOrders = NO_ORDERS,
         are_experts: bool = False,
     ) -> WeightSource:
-        quantization = _of(self.quantization, are_experts)
+        quantization = _quantization_of(self.quantization, are_experts)
         if quantization is not None and quantization.is_online and (split is None or split.divides == "vocab"):
             quantization = None  # a router of experts, or the head
         has_bias = _has_bias(self, out_sizes, bias)
@@ -319,7 +320,7 @@ def in_order(stored: Tensor, order: Tensor, block: int) -> Tensor:
     return stored[order]
 
 
-def _of(quantization: Quantization | None, are_experts: bool) -> Quantization | None:
+def _quantization_of(quantization: Quantization | None, are_experts: bool) -> Quantization | None:
     return quantization.of_experts if are_experts and quantization is not None else quantization
 
 

@@ -29,11 +29,8 @@ def read_speculation(config: EngineConfig, target_dir: Path, target: ModelConfig
     algorithm = config.speculative
     family = load_family(algorithm) if algorithm in DRAFTERS else None
     shape = _shape(config, drafts_trees=family is not None and family.drafts_trees)
-    if shape.topk > 1 and target.compressed is not None:
-        raise ConfigError(
-            f"draft_topk is {shape.topk}, but {target.architecture} makes entries by position, and tokens of a tree "
-            "share positions; use 1"
-        )
+    if not shape.is_chain and (reason := target.refuses_trees):
+        raise ConfigError(f"draft_topk is {shape.topk}, but {target.architecture} {reason}; use --draft-topk 1")
     draft_dir = find_drafter(config, target_dir)
     if draft_dir is None and config.draft_dtype != "auto":
         raise ConfigError(f"speculative {algorithm} takes no draft_dtype, but {config.draft_dtype} was given")

@@ -1,17 +1,20 @@
-"""The layer with a gated delta rule in place of attention (Qwen3-Next): states at the ends of blocks, and rows since.
+"""The layer with a gated delta rule in place of attention (Qwen3-Next and Qwen3.5).
 
-Two pools have tail pages (engine/attention/pool_rows.py): DELTA_ROWS has what the input projections give for each
-token, and DELTA_STATES has the state after each block, divided among the rows of its tokens. A token reads at most two
-blocks back, so a sequence holds few of these pages, and cached ones are the states behind which other texts continue.
+The layer has two pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
+projections for each token. DELTA_STATES holds the recurrent state after each block of tokens, divided among the slots
+of the block.
 
     tokens   | block                 | block                 |  part of a block
     pages    | rows, state after it  | rows, state after it  |  rows
 
-New tokens read the state at the last edge of blocks before them, and the rows since. Whatever follows is computed
-again: so a prompt, a chunk of one, a step and a verified draft are one form (kernels/state/delta_rule.py). A round that
-passes an edge writes the state there, drafts included. If a draft before the edge is rejected, the next round begins
-before the edge, and writes rows and state again before anybody reads them. No round writes a state that it reads, so a
-round may be repeated.
+A forward reads the state at the end of the last whole block before its new tokens, and the rows since. It computes
+these rows once more, and then the new ones. So prompts, chunks, single steps and drafts are computed in the same way
+(kernels/state/delta_rule.py). A sequence needs the pages of two blocks, however long it is. Another text may continue
+behind a cached page, because the page holds the state at its end.
+
+If new tokens complete a block, the forward writes the state after it, even if some of them are drafts. If the target
+rejects such a draft, the next round begins inside this block. It writes the rows and the state again before a forward
+reads them. A forward never writes a state that it reads, so it may be repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ class DeltaNet:
 
     place: int  # of the layer in its pools
     inputs: Linear  # hidden_size -> the parts of `part_sizes`, each divided by key heads
-    part_sizes: tuple[int, ...]  # which together are, of each key head: q, k, values, gates, b, a
+    part_sizes: tuple[int, ...]  # of the projections; together they give each key head q, k, values, gates, b and a
     weights: DeltaWeights
     norm: Tensor  # [value_dim], of the outputs of a head
     eps: float
@@ -77,7 +80,7 @@ class DeltaNet:
         return outputs[len(outputs) - (new.tokens.stop - new.tokens.start) :]
 
     def _state(self, pools: PoolRows, pages: Tensor, edge: int, block: int) -> Tensor:
-        """Return the state at an edge, before which there is a whole block, or the text begins."""
+        """Return the state at `edge`, the end of a block; zeros at the start of the text."""
         shape = self.weights.state_shape
         if edge == 0:
             return torch.zeros(shape, device=pages.device)

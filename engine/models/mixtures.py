@@ -36,7 +36,7 @@ NAMES = MixtureNames()
 def read_mixture(
     config: ModelConfig, weights: Weights, prefix: str, names: MixtureNames = NAMES, table: Tensor | None = None
 ) -> MoeMlp:
-    """Read the mixture at `prefix`. `table`: the experts of each token id, as of `ExpertRouter`."""
+    """Read the mixture at `prefix`. `table`: the experts of each token id, for `ExpertRouter`."""
     experts, size = config.experts, config.hidden_size
     assert experts is not None, config
     router = ExpertRouter(

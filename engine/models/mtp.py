@@ -34,7 +34,7 @@ Layer = TypeVar("Layer")
 
 
 class MtpLayout(NamedTuple):
-    """What differs between the layouts of prediction layers. The names stand behind the prefix of a layer."""
+    """Names and settings of one layout of prediction layers. The names stand behind the prefix of a layer."""
 
     embedding_norm: str
     hidden_norm: str

@@ -10,10 +10,11 @@ page:
     cache.insert(tokens, table[:num_computed // page_size], salt, lease)   # at any time, as often as wanted
     cache.release(lease, table)                              # gives back all pages of the request
 
-A node may have a tail page, too (tail_pages.py): the rows of the same tokens in layers with a window. Work may continue
-behind a cached page only if the tail pages of what these layers see are there. `acquire` finds the last such page.
-Requests give all tail pages that they read no more. An unused tail page can be evicted alone; its node then is one
-behind which no work continues. Tail pages before the end of a text, which no request has continued behind, go first.
+A node may have a tail page, too (tail_pages.py): rows of the same tokens in layers that read back a little way alone.
+Work may continue behind a cached page only if the tail pages that these layers read are cached. `acquire` finds the
+last such page. Requests give the cache all tail pages that they read no more. An unused tail page can be evicted alone;
+then no work continues behind its node. The cache first evicts tail pages in the middle of a text behind which no
+request has continued.
 
 A page without references can be evicted. `_idle` lists these pages, the longest idle first. Releases run from the last
 page towards the root, so every page comes before its parent. Therefore the first entry is always a leaf, and an

@@ -1,4 +1,4 @@
-"""The tail pages of one sequence: the KV of layers with a window, as much of it as they read back.
+"""The tail pages of one sequence: rows of layers that read back a little way alone, such as those with a window.
 
 A tail page holds the rows of one page of tokens, at their absolute positions. The table of a sequence has a tail page
 for each page of tokens, as its block table has a kept page. A sequence needs few of them, however long it is: when it
@@ -31,12 +31,12 @@ def tails_before(window: int, page_size: int) -> int:
 
 
 def tails_beside(num_pages: int, window: int, page_size: int, *, num_new: int, chunk_len: int, max_running: int) -> int:
-    """Return how many tail pages a pool has beside `num_pages` kept pages, padding included: for two chunks, for as
-    many sequences as may run, whose texts are four times as long as their tails or longer, and a quarter of the kept
-    pages for the prefix cache. There are never more tail pages than kept ones.
+    """Return how many tail pages a pool has beside `num_pages` kept pages, padding included. There are never more tail
+    pages than kept ones. `num_new`: tokens of the rounds of a sequence.
 
-    `num_new`: tokens of the rounds of a sequence. A quarter lets work continue behind every cached text that is four
-    windows long, and leaves three quarters of what the windows save to more context."""
+    Two chunks get what they need. The sequences that may run get what they need, but at most a quarter of `num_pages`:
+    that is enough if a text is four times as long as its tail. The prefix cache gets another quarter: work can then
+    continue behind every cached text that is four windows long."""
     of_chunks = 2 * most_tails(window, chunk_len + num_new, page_size)
     of_sequences = min(max_running * most_tails(window, num_new, page_size), num_pages // 4)
     return min(num_pages, 1 + of_chunks + of_sequences + num_pages // 4)

@@ -30,7 +30,7 @@ from .triton_extend import tile_at
 
 
 class _Tiles(NamedTuple):
-    """How the scores of a forward are divided among programs. A score has the same bits with all of them."""
+    """Division of the scores of a forward among programs. A score has the same bits with every division."""
 
     num_tokens: int  # of a program
     num_keys: int  # of a tile

@@ -11,11 +11,12 @@ A_ij = exp(G_i - G_j) for j <= i, else 0:
     (1 + tril(beta_i (k_i . k_j) A_ij, -1)) U = beta (v - exp(G) k S)
     o = exp(G) q S + ((q k^T) A) U;   S after the block = exp(G_B) S + (exp(G_B - G) k)^T U
 
-A row depends on the rows before it alone. Blocks begin at multiples of B, and a part of a block is filled up to B rows.
-So every product has one shape, and the numbers of a token are equal bit for bit however a text is divided: all of it,
-chunks, or one more token behind the rows since the last block. States exist at the ends of whole blocks alone.
+A row depends only on the rows before it. Blocks begin at multiples of B, and an incomplete block is padded to B rows.
+So every product has one shape, and the numbers of a token are equal bit for bit, however a text is divided into
+chunks and steps. States exist only at the ends of whole blocks.
 
-A row is what the layer's input projections give for a token, of each key head and the value heads that share it:
+A row is the output of the layer's input projections for a token, here of one key head and the value heads that share
+it:
 
     | q | k | v of each value head | b of each value head | a of each value head |
     (q, k, v) <- silu(convolution over this row and the ones before it);  q, k <- q / |q|, k / |k|
@@ -66,7 +67,7 @@ def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: 
     for start in range(0, len(rows) - weights.num_before, block):
         part = rows[start : start + weights.num_before + block]
         num_new = len(part) - weights.num_before
-        output, after = _of_block(F.pad(part, (0, 0, 0, 0, 0, block - num_new)).float(), state, weights)
+        output, after = _compute_block(F.pad(part, (0, 0, 0, 0, 0, block - num_new)).float(), state, weights)
         outputs.append(output[:num_new])
         if num_new == block:
             state = after
@@ -74,7 +75,7 @@ def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: 
     return torch.cat(outputs), states
 
 
-def _of_block(rows: Tensor, state: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
+def _compute_block(rows: Tensor, state: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     """Return the outputs of a block [block, num_value_heads, value_dim], and the state after it. `rows` are float32,
     those of the block behind `num_before` others."""
     num_before, num_channels = weights.num_before, weights.taps.shape[1]

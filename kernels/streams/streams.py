@@ -1,7 +1,8 @@
 """Residual streams whose weights follow from the streams of each token (manifold-constrained hyper-connections of
 DeepSeek-V4, after arXiv:2409.19606).
 
-A sublayer reads one state from the `hc_mult` streams s_a of a token, and adds its output y to all of them:
+A sublayer reads one state from the `hc_mult` streams s_a of a token, and adds its output y to all of them. The weights
+by which it does so are called its site:
 
     r, w, m = split(fn flat(s) / rms(flat(s)))          one row of each token, float32
     read    = sigmoid(scale_0 r + base_r) + eps
@@ -41,7 +42,7 @@ class StreamWeights(NamedTuple):
 
 
 class StreamShares(NamedTuple):
-    """How the output of a sublayer is added to the streams of each token, and how these are mixed."""
+    """Weights with which `write_streams` adds the output of a sublayer to the streams, and mixes the streams."""
 
     write: Tensor  # [num_tokens, hc_mult] float32
     mix: Tensor  # [num_tokens, hc_mult, hc_mult] float32, from, to

@@ -306,9 +306,8 @@ def page_checksums(memory: Sequence[HostPool], page: int) -> bytes:
             continue
         blocks = _blocks(pool.layout)
         data = pool.pages.reshape(-1).data
-        for start in range(
-            (page - pool.first) * size, data.nbytes, pool.num_pages * size
-        ):  # the page's offset in each layer
+        first = (page - pool.first) * size  # the page's offset in the first layer
+        for start in range(first, data.nbytes, pool.num_pages * size):
             digests += map(xxh3_64_intdigest, blocks.unpack_from(data, start))
     column = array("Q", digests)
     if sys.byteorder == "big":

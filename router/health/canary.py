@@ -61,9 +61,8 @@ class Canary:
         self.prompt = prompt
         self.nodes = nodes
         self.answer: Answer = ()
-        self.is_late = (
-            False  # the last request has taken IDLE_TIMEOUT_S: it may still be answered, but nobody waits for it
-        )
+        # The last request has taken IDLE_TIMEOUT_S. It may still be answered, but no vote waits for it.
+        self.is_late = False
         self._request: Request | None = None  # the last one
         self._cache_salt = secrets.token_hex(8)
 

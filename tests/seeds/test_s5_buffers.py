@@ -60,7 +60,7 @@ class Buffers:
         slots, engine = self._solo.rounds.executor.slots, self._solo.engine
         fixed = [row for row in range(len(slots._ints)) if row not in ADVANCED]
         idle = [row for row in range(slots.num_slots) if row not in [each.slot for each in self._sequences]]
-        copies = {f"input {name}": value.clone() for name, value in self._inputs._asdict().items()}
+        copies = {f"input {name}": each.clone() for name, each in self._inputs._asdict().items() if each is not None}
         for name in ("_floats", "_top_p", "_prompt_mask", "_bias", "_stops"):
             if getattr(slots, name) is not None:
                 copies[name] = getattr(slots, name).clone()

@@ -176,18 +176,17 @@ def test_one_wrong_number_on_the_wire_is_found(
     with node_pairs() as start:
         both = {"page_size": 4, "num_pages": 100, "chunk_tokens": 64}
         pair = start(model, prefill=both, decode=both)
-        memory = pair.prefill.prompts.engine.memory
-        pages, num_layers = memory[pool].pages, read_model_config(model).num_layers
-        assert 0 < pages.shape[0] < num_layers  # layers of another kind, or that share picks, have no rows in it
+        memory, num_layers = pair.prefill.prompts.engine.memory[pool], read_model_config(model).num_layers
+        assert 0 < len(memory.pages) < num_layers  # layers of another kind, or that share picks, have no rows in it
 
         def flip(page: int) -> None:
-            pages[pages.shape[0] - 1, page, 77] ^= 0x10
+            memory.pages[-1, page - memory.first, 77] ^= 0x10
 
         def offered(self: HandoffServer, unit: Unit, indices: Any, pages: Any, *rest: Any) -> None:
             offer(self, unit, indices, pages, *rest)
-            if not flipped and len(pages):
-                flipped.append(pages[0])
-                flip(pages[0])
+            if not flipped and (held := [page for page in pages if memory.holds(page)]):
+                flipped.append(held[0])
+                flip(held[0])
 
         monkeypatch.setattr(HandoffServer, "offer", offered)
         pair.submit("a", PROMPT, params(NUM_TOKENS))

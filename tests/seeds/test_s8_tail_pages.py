@@ -95,8 +95,8 @@ def test_a_rejected_draft_that_is_left_in_is_noticed(
 def test_one_wrong_number_on_the_wire_is_noticed(
     checksums: bool, times: int, run: Callable[..., Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its digest: the page is pulled again, and the handoff fails if it stays wrong. Without digests the text
-    differs, so the number mattered."""
+    """The digest of the page is wrong: the page is pulled again, and the handoff fails if it stays wrong. Without
+    digests the text differs, so the number mattered."""
     step, num_wrong = LocalTransport.step, 0
 
     def wrong(self: LocalTransport, max_bytes: int) -> Iterator[Landed]:

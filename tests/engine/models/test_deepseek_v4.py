@@ -113,7 +113,7 @@ def test_scales_of_blocks_may_be_powers_of_two_in_a_byte(checkpoint: Checkpoint,
         ({"page_size": 6}, "page_size is 6, but DeepseekV4ForCausalLM makes entries of 4 tokens.* use --page-size 4"),
         (
             {"draft_topk": 2, "draft_steps": 2},
-            "draft_topk is 2, but DeepseekV4ForCausalLM makes entries by position.*use 1",
+            "draft_topk is 2, but DeepseekV4ForCausalLM makes entries by position.*use --draft-topk 1",
         ),
         ({"kv_dtype": "fp8"}, "kv_dtype is fp8, but DeepseekV4ForCausalLM has keys that are also values"),
     ],

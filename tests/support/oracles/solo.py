@@ -20,7 +20,7 @@ from heads import over_all_tokens
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.checkpoint.model_config import INDEX, WINDOW_POOL, WINDOW_VALUES
+from baton.engine.checkpoint.model_config import INDEX
 from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
@@ -183,9 +183,8 @@ class Solo:
 
     def _table(self, pool: torch.Tensor, sequence: Running) -> list[int]:
         """Return the pages of a sequence in one of the pools."""
-        further = self.engine.target_pools.further
-        is_tail = any(pool is further.get(name) for name in (WINDOW_POOL, WINDOW_VALUES))
-        return sequence.tail.pages if is_tail and sequence.tail is not None else sequence.pages
+        tail = sequence.tail
+        return tail.pages if tail is not None and self.engine.has_tail_pages(pool) else sequence.pages
 
     def num_settled(self, pool: torch.Tensor, num_tokens: int) -> int:
         """Return the first of `num_tokens` tokens whose slots in a pool are written: of entries, those of whole
