@@ -205,10 +205,15 @@ class Further:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: of the model's attention
     per_block: bool = False  # the rows of a block (`delta_block`) have `width` numbers together
     is_tail: bool = False  # layers read rows of their own block of tokens and the one before alone
+    num_read: int = 0  # rows that layers read back, their own included, if it is not by blocks; 0: all
 
     def row_width(self, page_size: int) -> int:
         """Return the numbers of one head in the row of a token."""
         return -(-self.width // delta_block(page_size)) if self.per_block else self.width
+
+    def window(self, page_size: int) -> int:
+        """Return how many positions layers read back, their own included; 0: all."""
+        return 2 * delta_block(page_size) if self.is_tail else self.num_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +346,7 @@ class ModelConfig:
     def with_tail(self) -> ModelConfig:
         """Return the configuration with tail pages, if some layers read back a little way, and others see all
         positions."""
-        if self.delta is not None:
+        if any(each.is_tail or each.num_read for each in self.further):
             return replace(self, has_tail=True)
         is_mixed = None in self.sliding_window and set(self.sliding_window) != {None}
         if not is_mixed or self.latent is not None:
@@ -404,7 +409,7 @@ class ModelConfig:
                 each.name,
                 len(each.layers),
                 (KvPlane(each.name, each.num_heads, each.row_width(page_size), each.dtype or dtype),),
-                2 * delta_block(page_size) if self.has_tail and each.is_tail else 0,
+                each.window(page_size) if self.has_tail else 0,
             )
             for each in self.further
         ]

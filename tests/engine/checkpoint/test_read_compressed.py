@@ -84,6 +84,8 @@ def test_bytes_per_token_are_those_of_the_schema(tmp_path: Path) -> None:
         "sparse_inputs": 21 * 4 * 512 * 4,
         "heavy_inputs": 20 * 2 * 512 * 4,
     }
+    windows = {each.name: each.window for each in config.with_tail().pool("bfloat16").further if each.window}
+    assert windows == {"index_inputs": 8, "sparse_inputs": 8, "heavy_inputs": 128}
     assert KvLayout.of(pool, 128).page_bytes / 128 == 43 * 512 * 2
     assert sizes["index"] + sizes["sparse_entries"] + sizes["heavy_entries"] == 6_880
 
