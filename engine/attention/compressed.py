@@ -3,9 +3,12 @@
 
 Everything lies in pools with the page numbers of the sequence (pool_rows.py):
 
-    KV              the key of each token, which is also its value, by layer
+    KV              the key of each token, which is also its value, by layer; in tail pages
     *_INPUTS        kv and gate of each token, from which entries are made; in tail pages
     *_ENTRIES       one entry for `rate` tokens, at the slots of these tokens: each slot has a part of it
+
+So the first pool of a target, which all models have, is one of entries (`ModelConfig.pool`). A draft, whose layers see
+a window alone, has no tail pages.
 
 A page is as long as a multiple of every rate, so a whole page never changes. All rows lie at the positions of their
 tokens. So the token that takes the place of a rejected draft writes its rows again, and its entry if it ends a window.
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from ...kernels.entries.entries import compress, rotate_pairs_
 from ...kernels.products.norm import Norm
-from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.model_config import WINDOW_POOL, ModelConfig
 from ..rounds.batch import ForwardBatch, JointBatch
 from ..state.model_pools import ModelPools
 from .context import AttentionContext
@@ -118,8 +121,11 @@ class CompressedAttention(AttentionContext):
 
 def begin_compressed(config: ModelConfig, batch: ForwardBatch | JointBatch, pools: ModelPools) -> CompressedAttention:
     """Return the context of a forward over `pools`."""
-    assert pools.kv.shape[0] == config.num_layers and pools.kv.shape[5] == config.head_dim, pools.kv.shape
-    own, seen = {KV: pools.kv, **pools.further}, batch.of_tails() if config.has_tail else batch
+    own, seen = {KV: pools.kv, **pools.further}, batch
+    if config.has_tail:
+        own, seen = {**own, config.further[0].name: pools.kv, KV: pools.further[WINDOW_POOL]}, batch.of_tails()
+    keys = own[KV].shape
+    assert keys[0] == config.num_layers and keys[5] == config.head_dim, keys
     return CompressedAttention(PoolRows.of(batch, own), PoolRows.of(seen, own))
 
 

@@ -420,7 +420,12 @@ class ModelConfig:
                 FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),), seen)
                 for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (0, window), strict=False)
             ]
-        return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
+        num_layers, own = kinds[0].num_layers, planes(kinds[0])
+        if self.compressed is not None and self.has_tail:  # keys are read in a window alone, so entries come first
+            further.append(FurtherPool(WINDOW_POOL, num_layers, own, window))
+            first = further.pop(0)
+            num_layers, own = first.num_layers, first.planes
+        return pool_of(num_layers, dtype, own, tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
         """Return the configuration of `num_layers` prediction layers, each like the model's last one, like one with a
