@@ -424,6 +424,7 @@ class Engine:
             num_new=3 * (1 + self.speculation.shape.num_slots),
             chunk_len=self._config.chunk(self.device.type),
             max_running=self._config.max_running,
+            relative_size=self._bytes_of(is_tail=True) / self.page_bytes,
         )
 
     @property

@@ -174,20 +174,16 @@ class DeltaConfig:
         """Numbers of a key head and its value heads that are convolved."""
         return 2 * self.key_dim + self.num_shared * self.value_dim
 
-    def window(self, page_size: int) -> int:
-        """Return how many positions a token sees in the pools, itself included: its block, and before it the block that
-        ends with a state, and the rows that a convolution reads."""
-        block = delta_block(page_size)
-        return block + max(block, self.num_taps - 1)
-
     @property
     def further(self) -> tuple[Further, ...]:
         """The pools of these layers: a row of inputs per token, and a state per block of tokens."""
         heads, width = self.num_key_heads, self.num_channels + 2 * self.num_shared
-        size = self.num_shared * self.key_dim * self.value_dim
+        size, num_before = self.num_shared * self.key_dim * self.value_dim, self.num_taps - 1
         return (
-            Further(DELTA_ROWS, self.layers, width, heads, is_tail=True),
-            Further(DELTA_STATES, self.layers, size, heads, "float32", per_block=True, is_tail=True),
+            Further(DELTA_ROWS, self.layers, width, heads, is_tail=True, num_read=num_before),
+            Further(
+                DELTA_STATES, self.layers, size, heads, "float32", per_block=True, is_tail=True, num_read=num_before
+            ),
         )
 
 
@@ -208,11 +204,17 @@ class Further:
     num_heads: int = 1  # if there are fewer than ranks, several ranks hold the same head
     dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: of the model's attention
     per_block: bool = False  # the rows of a block (`delta_block`) have `width` numbers together
-    is_tail: bool = False  # layers read rows of `DeltaConfig.window` alone
+    is_tail: bool = False  # layers read their own block, the block before it, and `num_read` rows before their own one
+    num_read: int = 0  # rows that layers read back, their own included, if not by blocks; 0: all
 
     def row_width(self, page_size: int) -> int:
         """Return the numbers of one head in the row of a token."""
         return -(-self.width // delta_block(page_size)) if self.per_block else self.width
+
+    def window(self, page_size: int) -> int:
+        """Return how many positions layers read back, their own included; 0: all."""
+        block = delta_block(page_size)
+        return block + max(block, self.num_read) if self.is_tail else self.num_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +354,7 @@ class ModelConfig:
     def with_tail(self) -> ModelConfig:
         """Return the configuration with tail pages, if some layers read back a little way, and others see all
         positions."""
-        if self.delta is not None:
+        if any(each.is_tail or each.num_read for each in self.further):
             return replace(self, has_tail=True)
         is_mixed = None in self.sliding_window and set(self.sliding_window) != {None}
         if not is_mixed or self.latent is not None:
@@ -415,7 +417,7 @@ class ModelConfig:
                 each.name,
                 len(each.layers),
                 (KvPlane(each.name, each.num_heads, each.row_width(page_size), each.dtype or dtype),),
-                self.delta.window(page_size) if self.delta and self.has_tail and each.is_tail else 0,
+                each.window(page_size) if self.has_tail else 0,
             )
             for each in self.further
         ]
@@ -426,7 +428,12 @@ class ModelConfig:
                 FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),), seen)
                 for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (0, window), strict=False)
             ]
-        return pool_of(kinds[0].num_layers, dtype, planes(kinds[0]), tuple(further))
+        num_layers, own = kinds[0].num_layers, planes(kinds[0])
+        if self.compressed is not None and self.has_tail:  # keys are read in a window alone, so entries come first
+            further.append(FurtherPool(WINDOW_POOL, num_layers, own, window))
+            first = further.pop(0)
+            num_layers, own = first.num_layers, first.planes
+        return pool_of(num_layers, dtype, own, tuple(further))
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
         """Return the configuration of `num_layers` prediction layers. They are like the model's layers that see all

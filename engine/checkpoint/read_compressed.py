@@ -135,13 +135,14 @@ def read_entry_pools(raw: ConfigFile) -> tuple[Further, ...]:
     sparse, heavy = (
         tuple(i for i, kind in enumerate(compressed.kinds) if kind == wanted) for wanted in ("sparse", "heavy")
     )
+    of_two, of_one = 2 * compressed.sparse_rate, compressed.heavy_rate  # tokens whose inputs make an entry
     pools = (
         Further(INDEX, sparse, -(-index_dim // compressed.sparse_rate)),
         Further("sparse_entries", sparse, -(-head_dim // compressed.sparse_rate)),
         Further("heavy_entries", heavy, -(-head_dim // compressed.heavy_rate)),
-        Further("index_inputs", sparse, 4 * index_dim, dtype="float32"),
-        Further("sparse_inputs", sparse, 4 * head_dim, dtype="float32"),
-        Further("heavy_inputs", heavy, 2 * head_dim, dtype="float32"),
+        Further("index_inputs", sparse, 4 * index_dim, dtype="float32", num_read=of_two),
+        Further("sparse_inputs", sparse, 4 * head_dim, dtype="float32", num_read=of_two),
+        Further("heavy_inputs", heavy, 2 * head_dim, dtype="float32", num_read=of_one),
     )
     return tuple(pool for pool in pools if pool.layers)
 

@@ -111,24 +111,29 @@ class WindowedAttention:
         q = q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + self.query_norm.eps).to(q.dtype)
         rotate_pairs_(q, *turns)
         rotate_pairs_(key, *turns)
-        context.rows.store(KV, self.index, key)
+        context.tails.store(KV, self.index, key)
         queries = None
         if self.compressor is not None:
             self.compressor(x, context)
         if self.indexer is not None:
             queries = self.indexer.queries(x, latent, context)
         attended = torch.zeros_like(q)
-        for new in context.rows.new_rows():
-            attended[new.tokens] = self._attend(q[new.tokens], new, queries, context)
+        for new, tail in context.sequences():
+            attended[new.tokens] = self._attend(q[new.tokens], new, tail, queries, context)
         rotate_pairs_(attended, turns[0], -turns[1])
         return self.out(attended)
 
     def _attend(
-        self, q: Tensor, new: NewRows, queries: tuple[Tensor, Tensor] | None, context: CompressedAttention
+        self,
+        q: Tensor,
+        new: NewRows,
+        tail: NewRows,
+        queries: tuple[Tensor, Tensor] | None,
+        context: CompressedAttention,
     ) -> Tensor:
         """Return the attention of the new tokens of one sequence, `q` [num_tokens, num_heads, head_dim]."""
         first = max(0, new.start - self.window + 1)
-        keys = context.rows.read(KV, self.index, new.pages, first, new.stop).flatten(1)
+        keys = context.tails.read(KV, self.index, tail.pages, first, new.stop).flatten(1)
         slots, own = (torch.arange(at, new.stop, device=q.device) for at in (first, new.start))
         behind = own.unsqueeze(1) - slots
         seen = (behind >= 0) & (behind < self.window)

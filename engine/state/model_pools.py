@@ -15,12 +15,12 @@ _NONE: Mapping[str, Tensor] = MappingProxyType({})
 
 class ModelPools(NamedTuple):
     """The pools of a target or a draft on its device. One block table serves all that have the same page numbers: all
-    but the pool of layers with tail pages.
+    but those with tail pages.
 
     Each is [num_layers, num_pages, num_planes, num_heads, page_size, width]. Its layers are those that store something
     in it."""
 
-    kv: Tensor  # keys and values, or latents
+    kv: Tensor  # keys and values, or latents, or entries
     further: Mapping[str, Tensor] = _NONE  # by name: `ModelConfig.further` declares them
     values: Tensor | None = None  # if they are narrower than keys (`ModelConfig.value_dim`); then `kv` has keys alone
 

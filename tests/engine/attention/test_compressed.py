@@ -14,6 +14,7 @@ from baton.kernels.products.norm import Norm
 
 PAGE_SIZE, RATE, WIDTH, NUM = 8, 4, 6, 30
 PAGES = [[3, 7, 2, 6], [9, 5, 1, 4]]  # of two sequences
+TAILS = [[1, 9, 8, 2], [4, 3, 7, 5]]
 INPUTS = torch.randn(2, NUM, 4 * WIDTH, generator=torch.Generator().manual_seed(0))
 FREQUENCIES = torch.tensor([1.0, 0.1])
 
@@ -33,20 +34,24 @@ def entry_pool() -> EntryPool:
 
 
 def run(pools: dict[str, torch.Tensor], batch: ForwardBatch | JointBatch, inputs: torch.Tensor) -> CompressedAttention:
-    context = CompressedAttention(PoolRows.of(batch, pools))
+    context = begin(pools, batch)
     context.compress(entry_pool(), inputs)
     return context
 
 
+def begin(pools: dict[str, torch.Tensor], batch: ForwardBatch | JointBatch) -> CompressedAttention:
+    return CompressedAttention(PoolRows.of(batch, pools), PoolRows.of(batch.of_tails(), pools))
+
+
 def rows_of(start: int, stop: int) -> tuple[ForwardBatch, torch.Tensor]:
-    rows = [BatchRow([0] * (stop - start), start, pages) for pages in PAGES]
+    rows = [BatchRow([0] * (stop - start), start, pages, tail=tail) for pages, tail in zip(PAGES, TAILS, strict=True)]
     return ForwardBatch.build(rows, PAGE_SIZE, "cpu"), INPUTS[:, start:stop].flatten(0, 1)
 
 
 def check(context: CompressedAttention, num_tokens: int = NUM) -> None:
     """Compare the entries of both sequences with those that are made at once."""
     pool = entry_pool()
-    for inputs, new in zip(INPUTS, context.rows.new_rows(), strict=True):
+    for inputs, new in zip(INPUTS, context.kept.new_rows(), strict=True):
         num = num_tokens // RATE
         expected = compress(inputs[: num * RATE], pool.bias, pool.norm, has_before=False).unsqueeze(1)
         angles = (RATE * torch.arange(num).view(-1, 1, 1)) * FREQUENCIES
@@ -81,7 +86,7 @@ def test_a_whole_page_never_changes() -> None:
     before = {name: pool.clone() for name, pool in own.items()}
     run(own, *rows_of(17, NUM))
     for name, pool in own.items():
-        for pages in PAGES:
+        for pages in TAILS if name == "inputs" else PAGES:
             assert torch.equal(pool[1, pages[:2]].nan_to_num(), before[name][1, pages[:2]].nan_to_num()), name
 
 
@@ -93,9 +98,9 @@ def test_a_window_may_end_in_the_other_batch_of_a_forward() -> None:
     first, last = rows_of(29, NUM)
     context = run(own, JointBatch.of(first, second), torch.cat([last, inputs]))
     pool = entry_pool()
-    check(CompressedAttention(PoolRows.of(first, context.rows.pools)))
-    assert [new.stop for new in context.rows.new_rows()] == [NUM, NUM, 29, 29]
-    assert len(context.entries(pool, next(context.rows.new_rows()))) == NUM // RATE
+    check(begin(dict(context.kept.pools), first))
+    assert [new.stop for new in context.kept.new_rows()] == [29, 29, NUM, NUM]
+    assert len(context.entries(pool, next(context.kept.new_rows()))) == NUM // RATE
 
 
 def test_tokens_behind_the_last_page_are_left_out() -> None:
@@ -104,9 +109,10 @@ def test_tokens_behind_the_last_page_are_left_out() -> None:
     run(own, *rows_of(0, 30))
     table = torch.tensor(PAGES)
     ids = torch.zeros(2, 5, dtype=torch.int64)
-    batch = ForwardBatch.uniform(ids, ids + 29, torch.tensor([34, 34]), table, PAGE_SIZE)
+    lens, tails = torch.tensor([34, 34]), torch.tensor(TAILS)
+    batch = ForwardBatch.uniform(ids, ids + 29, lens, table, PAGE_SIZE, tail_table=tails)
     context = run(own, batch, torch.ones(10, 4 * WIDTH))
-    assert [(new.start, new.stop, new.tokens) for new in context.rows.new_rows()] == [
+    assert [(new.start, new.stop, new.tokens) for new in context.kept.new_rows()] == [
         (29, 32, slice(0, 3)),
         (29, 32, slice(5, 8)),
     ]

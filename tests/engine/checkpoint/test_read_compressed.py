@@ -14,6 +14,7 @@ from baton.engine.models.registry import tensor_specs
 from baton.kernels.formats import SwigluClamp
 from baton.metadata.errors import ConfigError, ModelError
 from baton.metadata.handoff.schema.kv_layout import KvLayout
+from baton.metadata.handoff.schema.schema import make_schema, page_bytes
 
 
 def read(tmp_path: Path, **changes: Any) -> ModelConfig:
@@ -86,6 +87,15 @@ def test_bytes_per_token_are_those_of_the_schema(tmp_path: Path) -> None:
     }
     assert KvLayout.of(pool, 128).page_bytes / 128 == 43 * 512 * 2
     assert sizes["index"] + sizes["sparse_entries"] + sizes["heavy_entries"] == 6_880
+
+
+def test_only_entries_are_kept_for_all_tokens(tmp_path: Path) -> None:
+    target = read(tmp_path).with_tail().pool("bfloat16")
+    windows = {each.name: each.window for each in target.further if each.window}
+    assert windows == {"index_inputs": 8, "sparse_inputs": 8, "heavy_inputs": 128, "window": 128}
+    schema = make_schema(target, page_size=128)
+    assert page_bytes(schema) / 128 == 6_880
+    assert page_bytes(schema, of_tails=True) == 128 * 340_992
 
 
 def test_a_prediction_layer_sees_a_window_alone(tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def run(attention: WindowedAttention, x: torch.Tensor, chunks: list[int]) -> tor
     outputs, start = list[torch.Tensor](), 0
     for num in chunks:
         batch = ForwardBatch.build([BatchRow([0] * num, start, [4, 2, 7, 1])], PAGE_SIZE, "cpu")
-        outputs.append(attention(x[start : start + num], CompressedAttention(PoolRows.of(batch, pools))))
+        rows = PoolRows.of(batch, pools)
+        outputs.append(attention(x[start : start + num], CompressedAttention(rows, rows)))
         start += num
     return torch.cat(outputs)
 
