@@ -30,16 +30,28 @@ def tails_before(window: int, page_size: int) -> int:
     return pages_of(max(0, window - 1), page_size)
 
 
-def tails_beside(num_pages: int, window: int, page_size: int, *, num_new: int, chunk_len: int, max_running: int) -> int:
+def tails_beside(
+    num_pages: int,
+    window: int,
+    page_size: int,
+    *,
+    num_new: int,
+    chunk_len: int,
+    max_running: int,
+    relative_size: float = 1.0,
+) -> int:
     """Return how many tail pages a pool has beside `num_pages` kept pages, padding included. There are never more tail
-    pages than kept ones. `num_new`: tokens of the rounds of a sequence.
+    pages than kept ones. `num_new`: tokens of the rounds of a sequence. `relative_size`: bytes of a tail page over
+    those of a kept page.
 
     Two chunks get what they need. The sequences that may run get what they need, but at most a quarter of `num_pages`:
     that is enough if a text is four times as long as its tail. The prefix cache gets another quarter: work can then
-    continue behind every cached text that is four windows long."""
+    continue behind every cached text that is four windows long. If tail pages are larger than kept ones, it gets a
+    quarter of the bytes of the kept pages, or as many tail pages as the sequences."""
     of_chunks = 2 * most_tails(window, chunk_len + num_new, page_size)
     of_sequences = min(max_running * most_tails(window, num_new, page_size), num_pages // 4)
-    return min(num_pages, 1 + of_chunks + of_sequences + num_pages // 4)
+    of_cache = min(num_pages // 4, max(int(num_pages / (4 * relative_size)), of_sequences))
+    return min(num_pages, 1 + of_chunks + of_sequences + of_cache)
 
 
 @dataclass(slots=True, eq=False)
