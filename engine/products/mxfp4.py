@@ -28,8 +28,11 @@ def read_experts(source: WeightSource) -> tuple[ExpertWeight, None] | None:
     quantization = source.quantization
     if quantization is None or quantization.weight_scale != "mxfp4":
         return None
-    names = next((each for each in (("blocks", "scales"), ("weight", "scale")) if source.has(each[1])), None)
-    if names is None:
+    if source.has("blocks"):
+        names = ("blocks", "scales")
+    elif source.has("scale"):
+        names = ("weight", "scale")
+    else:
         return None
     packed, exponents = ([part.view(torch.uint8) for part in source.parts(name)] for name in names)
     values, scales = mxfp4.from_checkpoint(*(torch.cat(each).to(source.device) for each in (packed, exponents)))
