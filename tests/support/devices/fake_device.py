@@ -60,7 +60,7 @@ class View:
         self.device, self.memory = device, device.memory[place]
         self.pages, self.generations = device.pools[place], self.memory.generations
         self.layout, self.page_bytes = self.memory.layout, self.memory.page_bytes
-        self.first = self.memory.first
+        self.first, self.holds = self.memory.first, self.memory.holds
 
     def close(self) -> None:
         self.memory.close()

@@ -172,7 +172,7 @@ class Solo:
         return None if pools is None else gather(pools.kv, sequence.pages, sequence.num_computed)
 
     def target_kv(self, sequence: Running) -> torch.Tensor:
-        return gather(self.engine.kv, sequence.pages, sequence.num_computed)
+        return gather(self.engine.kv, sequence.pages, self.num_settled(self.engine.kv, sequence.num_computed))
 
     def further_rows(self, sequence: Running, *, of_draft: bool = False) -> list[torch.Tensor]:
         """Return what the pools beside that of KV hold of all tokens with target KV."""
@@ -194,8 +194,8 @@ class Solo:
             return num_tokens
         rates = {INDEX: compressed.sparse_rate, "sparse_entries": compressed.sparse_rate}
         rates["heavy_entries"] = compressed.heavy_rate
-        further = self.engine.target_pools.further
-        rate = next((rates[name] for name in rates if name in further and further[name] is pool), 1)
+        pools = {self.engine.model_config.further[0].name: self.engine.kv, **self.engine.target_pools.further}
+        rate = next((rates[name] for name in rates if name in pools and pools[name] is pool), 1)
         return num_tokens // rate * rate
 
     def poison(self, sequence: Running) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ties import ROUTER_TIE_BOUND, Reference, RouterCuts
+from ties import ROUTER_TIE_BOUND, TIE_BOUND, Reference, RouterCuts
 
 PROMPT, THEIRS = [3, 4, 5], [6, 7, 8, 9]
 OURS = [6, 7, 1, 2]  # unlike from the token on that follows position 4
@@ -20,6 +20,7 @@ class Scored(Reference):
     def __init__(self, logit_gap: float = 1.0, *, layer: int = 0, position: int = 0, gap: float = 1.0, k: int = 2):
         self.num_compared = self.num_ties = self.num_router_ties = 0
         self.dtype, self.device, self.max_router_ties = "float32", "cpu", 1
+        self.bound = TIE_BOUND[self.dtype]
         self._logit_gap, self._place, self._gap, self._k = logit_gap, (layer, position), gap, k
         self.model = self._forward
 

@@ -17,6 +17,7 @@ from thread_ranks import ThreadRanks
 from baton.engine.rounds.rounds import Rounds
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner, PagePool
+from baton.engine.state.tail_pages import TailPages
 from baton.engine.work import (
     Accepted,
     BatchRow,
@@ -48,7 +49,7 @@ class _Prompt:
         pages, tails = self.sequence.pages, list[Tails]()
         if stop == len(ids):
             tails = [Tails([Tail(0, [self.sequence.sampling], [pages], CopyPages((), ()), True, 0)])]
-        return Chunk([ChunkRow(self.key, ids, BatchRow(ids[begin:stop], begin, pages))], tails)
+        return Chunk([ChunkRow(self.key, ids, _row(self.sequence, ids[begin:stop], begin))], tails)
 
 
 class RankSequences:
@@ -57,8 +58,8 @@ class RankSequences:
     def __init__(self, ranks: ThreadRanks, *, num_pages: int = 128) -> None:
         self.ranks = ranks
         self.books = [Rounds(executor) for executor in ranks.executors]
-        page_size = ranks.engines[0].pool.page_size
-        self.pools = [PagePool(num_pages, page_size) for _ in self.books]
+        own = ranks.engines[0].pool
+        self.pools = [PagePool(num_pages, own.page_size, num_tails=own.num_tails) for _ in self.books]
         self.running: list[list[Running]] = [[] for _ in self.books]
         self._num_started = 0
 
@@ -97,7 +98,7 @@ class RankSequences:
         self.pools[rank].release(sequence.pages)
         sequence.pages = self.pools[rank].allocate(len(sequence.pages), Owner.REQUEST)
         sequence.num_missed = 0
-        rows = [BatchRow(sequence.token_ids[: sequence.num_computed], 0, sequence.pages, 0)]
+        rows = [_row(sequence, sequence.token_ids[: sequence.num_computed], 0, 0)]
         self.ranks.do({rank: lambda: self.books[rank].recompute([sequence], rows)})
 
     def _prompt(self, rank: int, request: Request) -> _Prompt:
@@ -106,7 +107,11 @@ class RankSequences:
         pool = self.pools[rank]
         pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
         state = SamplingState(wanted, ids, vocab_size=self.ranks.executors[rank].vocab_size)
-        return _Prompt(self._num_started, Running(len(ids), list(ids), 0, pages, state))
+        tail = None
+        if self.ranks.engines[rank].tail_window:
+            tail = TailPages(pool.num_pages)
+            tail.extend(len(pages), pool.allocate_tails(len(pages), Owner.REQUEST))
+        return _Prompt(self._num_started, Running(len(ids), list(ids), 0, pages, state, tail=tail))
 
     def _compute(self, rank: int, sequence: Running, work: Chunk) -> None:
         submitted = self.ranks.prompts[rank].submit(work)
@@ -138,3 +143,8 @@ class RankSequences:
             self.books[rank].release(sequence)
             self.pools[rank].release(sequence.pages)
             self.running[rank].remove(sequence)
+
+
+def _row(sequence: Running, ids: list[int], start: int, num_logits: int = 1) -> BatchRow:
+    tail = sequence.tail
+    return BatchRow(ids, start, sequence.pages, num_logits, tail=None if tail is None else tail.pages)
