@@ -74,7 +74,8 @@ def test_output_is_that_of_speculation_off(name: str, plain: Plain, make_pair: C
     assert stats.num_drafted > stats.num_accepted > 0
 
 
-@pytest.mark.parametrize("page_size", thinned([1, 2, 3, 6], lambda _, size: size == 3))
+@pytest.mark.whole
+@pytest.mark.parametrize("page_size", [1, 2, 3, 6])
 def test_a_convolution_may_read_more_rows_than_a_block_has(
     page_size: int, plain: Plain, make_pair: Callable[..., NodePair]
 ) -> None:

@@ -145,3 +145,13 @@ def test_a_second_prediction_layer_is_refused_by_name(checkpoint: Callable[..., 
     file, target = read_head(model, config), load_model(model, config, torch.float32, "cpu")
     with pytest.raises(ModelError, match=r"has tensors that no layout served here uses: mtp\.layers\.1"):
         load_mtp(file, layer_prefixes(file.names), target)
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(64, 128), (16, 32), (4, 8), (3, 4), (2, 5), (6, 5)])
+def test_tail_pages_hold_the_block_before_and_what_a_convolution_reads(
+    page_size: int, window: int, checkpoint: Callable[..., Path]
+) -> None:
+    """Blocks of 64, 16, 4, 1, 2 and 2 tokens, and a convolution over four."""
+    config = read_model_config(checkpoint("qwen3_next"))
+    assert config.delta is not None and config.delta.num_taps == 4
+    assert [each.window(page_size) for each in config.further] == [window, window]
