@@ -1,4 +1,4 @@
-"""Plain values between a scheduler and a device: pieces of work, and reports on them. Imports no torch.
+"""Work that a scheduler gives to executors, and the reports that they return. All are plain values. Imports no torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

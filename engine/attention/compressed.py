@@ -1,5 +1,5 @@
-"""The attention of a forward whose layers see a window, and entries that stand for several tokens each
-(kernels/entries/entries.py).
+"""Attention of DeepSeek-V4 in one forward. A layer sees the last tokens, its window. It also sees entries, each
+of which is made of several tokens (kernels/entries/entries.py).
 
 Everything lies in pools with the page numbers of the sequence (pool_rows.py):
 

@@ -40,9 +40,9 @@ def tails_beside(
     max_running: int,
     relative_size: float = 1.0,
 ) -> int:
-    """Return how many tail pages a pool has beside `num_pages` kept pages, padding included. There are never more tail
-    pages than kept ones. `num_new`: tokens of the rounds of a sequence. `relative_size`: bytes of a tail page over
-    those of a kept page.
+    """Return the number of tail pages of a pool that has `num_pages` kept pages. The padding page is counted. The
+    number is never larger than that of kept pages. `num_new`: tokens of the rounds of a sequence. `relative_size`:
+    bytes of a tail page over those of a kept page.
 
     Two chunks get what they need. The sequences that may run get what they need, but at most a quarter of `num_pages`:
     that is enough if a text is four times as long as its tail. The prefix cache gets another quarter: work can then

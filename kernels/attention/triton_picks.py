@@ -1,12 +1,13 @@
-"""Index scores over pages, and the choice of the best slots, on a GPU (picks.py).
+"""Triton kernels of sparse attention: the scores of an index over pages, and the choice of the best slots. picks.py has
+the formulas.
 
 `paged_index_scores` reads each tile of keys once for all tokens of a program, and multiplies it with one token's heads
 after the other. So a score has one order of summation, whatever else the forward holds.
 
 `paged_picks` is a tournament: each program keeps the best of a run of slots, some more than are wanted, and further
-launches keep the best of those, until one program per row is left. A program holds its run in registers. It looks for a
-score that as many scores exceed as it may keep, between two bounds: it counts the scores above a point between them,
-and the point becomes a bound. Only the last program needs the exact number. What is kept stays in the order of slots.
+launches keep the best of those, until one program per row is left. A program holds its run in registers. It searches
+for the score from which on it keeps slots: it counts the scores above a point between two bounds, and the point becomes
+one of the bounds. Only the last program of a row needs the exact number. What is kept stays in the order of slots.
 There are no atomic operations.
 
 The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold all launches.
