@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from matrix import ASKS, CELLS, PAGE_SIZE, Plain, coach, run_cell
-from node_pair import NodePair, node_pairs, params
+from node_pair import NodePair, check_moves, node_pairs
 from own_mtp import with_qwen_mtp
 from thinned import is_whole, thinned
 
@@ -103,15 +103,4 @@ def test_ranks_of_any_number_have_the_same_text(
 
 
 def test_a_request_that_moved_has_the_same_text(plain: Plain, make_pair: Callable[..., NodePair]) -> None:
-    pair, asked = make_pair(speculative="mtp", draft_steps=2), params(14, temperature=1.0, seed=3)
-    prompt = plain.cases[0].prompt * 3
-    pair.submit("three", prompt, asked, n=3)
-    texts = [pair.run()["three", choice].ids for choice in range(3)]
-    assert len({tuple(text) for text in texts}) == 3
-    for is_local in (False, True):
-        for num_received in (1, 4, 13):
-            pair.prefill.cache.flush()
-            pair.decode.cache.flush()
-            rid = f"moved {is_local} {num_received}"
-            pair.submit(rid, prompt, asked, received=texts[0][:num_received], is_local=is_local)
-            assert pair.run()[rid, 0].ids[num_received:] == texts[0][num_received:]
+    check_moves(make_pair(speculative="mtp", draft_steps=2), plain.cases[0].prompt * 3)

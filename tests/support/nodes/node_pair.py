@@ -355,3 +355,18 @@ def params(max_tokens: int, **more: Any) -> SamplingParams:
 
 def replace(params: SamplingParams, **changes: Any) -> SamplingParams:
     return msgspec.structs.replace(params, **changes)
+
+
+def check_moves(pair: NodePair, prompt: list[int]) -> None:
+    """Compare the text of a request that moved, early and late, with that of the request itself, sampled by a seed."""
+    asked = params(14, temperature=1.0, seed=3)
+    pair.submit("three", prompt, asked, n=3)
+    texts = [pair.run()["three", choice].ids for choice in range(3)]
+    assert len({tuple(text) for text in texts}) == 3
+    for is_local in (False, True):
+        for num_received in (1, 4, 13):
+            pair.prefill.cache.flush()
+            pair.decode.cache.flush()
+            rid = f"moved {is_local} {num_received}"
+            pair.submit(rid, prompt, asked, received=texts[0][:num_received], is_local=is_local)
+            assert pair.run()[rid, 0].ids[num_received:] == texts[0][num_received:]
