@@ -38,6 +38,7 @@ MENDED_SINCE = "cannot be parked"  # an earlier release calls a repeated claim m
 TOO_NEW = "Expected `array` of at most length"
 LEAVE_S = 2.0  # how long processes that a process started may outlive it
 TAIL_LINES = 40
+RANKS = {"--tp", "--dp-attention"}  # another release starts such ranks in new interpreters
 
 
 PORTS = range(10_000, 32_000)  # below the ephemeral ports, which the kernel gives to clients
@@ -173,8 +174,8 @@ class Cluster:
         if name in self.releases:
             environ["PYTHONPATH"] = str(self.releases[name])
         log_path.touch()
-        if self.is_forked and name not in self.releases:
-            popen = Forked(argv, log_path, environ)
+        if self.is_forked and (name not in self.releases or RANKS.isdisjoint(argv)):
+            popen = Forked(argv, log_path, environ, self.releases.get(name))
         else:
             popen = _start(argv, log_path, environ)
         self.processes[name] = Process(name, popen, log_path)
