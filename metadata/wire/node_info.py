@@ -25,7 +25,7 @@ class KvPlane(Message, frozen=True):
     name: Name
     num_heads: Index
     head_dim: Index  # elements per token of a head
-    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int64"]
     extra_bytes: Annotated[int, Meta(ge=0, le=4096)] = 0  # per token of a head, such as a scale
     alignment: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 1  # of its blocks, bytes
 
