@@ -1,4 +1,5 @@
-"""A few fault scenarios in a cluster that speculates, and whose target has tail pages: every stream ends with the tokens of a run without faults.
+"""A few fault scenarios in a cluster that speculates, and whose target has tail pages: every stream ends with the
+tokens of a run without faults.
 
 `python tests/chaos/run.py --minutes N --seed S` runs many more, with all algorithms.
 """

@@ -12,7 +12,8 @@ import drafters
 import mxfp4
 import pytest
 import torch
-from matrix import CELLS, PAGE_SIZE, Plain, pages_for, run_cell
+from matrix import CELLS, PAGE_SIZE, Plain, run_cell
+from model_pools import pages_for
 from node_pair import NodePair
 from quantized import SCHEMES, quantized
 
@@ -137,10 +138,11 @@ def logits(model: Path, device: str, ids: list[int], chunks: list[int], **settin
     """Return the logits of all tokens, [len(ids), vocab_size], on the CPU."""
     config = EngineConfig(model=str(model), device=device, dtype="float32", num_pages=40, tune=False, **settings)
     engine = Engine(config)
-    pages, tail = pages_for(engine, len(ids))
+    pages, tail = pages_for(engine.pool, len(ids))
+    table = None if tail is None else tail.pages
     found: list[torch.Tensor] = []
     at = 0
     for num_new in chunks:
-        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new, tail=tail)]).cpu())
+        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new, tail=table)]).cpu())
         at += num_new
     return torch.cat(found)
