@@ -177,6 +177,7 @@ def test_tail_pages_alone_bound_how_many_sequences_run(
         most = max(most, len(pair.decode.scheduler.running) + len(pair.decode.scheduler.reserved))
         assert pair.decode.cache.pool.num_free > 100
     assert most == 4, "each holds three of twelve"
+    assert pair.hellos["decode"].capacity.num_tails == pair.decode.load().free_tails == 13
     for index in range(6):
         ids = prompt(40, index + 1)
         reference.assert_greedy(ids, pair.results[str(index), 0].ids, reference.generate(ids, 20))

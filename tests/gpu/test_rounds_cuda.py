@@ -18,7 +18,7 @@ from solo import Solo, spoil
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3))]
+PROMPTS = [random.Random(i).choices(range(512), k=num) for i, num in enumerate((7, 12, 3))]
 
 
 def run(solo: Solo) -> tuple[list[list[int]], list[list[int]]]:
