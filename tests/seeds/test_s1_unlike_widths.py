@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import make_bigram, make_right
-from heads import ALGORITHM, HYPERS, KINDS, LAYERED, write_head
+from drafters import STREAM_MTP, make_bigram, make_right, target_of
+from heads import ALGORITHM, KINDS, LAYERED, write_head
 from layouts import make_layout
 from node_pair import NodePair, node_pairs, params
 from thinned import thinned
@@ -52,6 +52,8 @@ def make_pair() -> Iterator[MakePair]:
 
 
 def settings(kind: str, model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
+    if kind == STREAM_MTP:
+        return {"speculative": "mtp", "draft_steps": 3}
     head = write_head(directory, kind, model, **changes)
     return {"speculative": ALGORITHM[kind], "draft_model": str(head), "draft_steps": 3}
 
@@ -170,7 +172,7 @@ def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) 
 # --- the dtypes of two sides ---
 
 DTYPES = [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32")]  # of target and draft
-WITH_DTYPE = ["standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo", *HYPERS[:3]]
+WITH_DTYPE = ["standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo", STREAM_MTP]
 
 
 def unlike_dtypes(kind: str, dtypes: tuple[str, str], model: Path, directory: Path, **shape: Any) -> dict[str, Any]:
@@ -182,22 +184,18 @@ def unlike_dtypes(kind: str, dtypes: tuple[str, str], model: Path, directory: Pa
     return {"dtype": dtypes[0], "draft_dtype": dtypes[1], **drafting, **shape}
 
 
-def target_for(kind: str, checkpoint: Checkpoint) -> Path:
-    return checkpoint("hyper_llama" if kind in HYPERS else "llama")
-
-
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", WITH_DTYPE)
 def test_every_state_and_pool_has_the_dtype_of_its_side(
     kind: str, dtypes: tuple[str, str], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    model = target_for(kind, checkpoint)
+    model = target_of(kind, checkpoint)
     drafting = unlike_dtypes(kind, dtypes, model, tmp_path)
     engine = load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
     target, draft = (getattr(torch, name) for name in dtypes)
     schema, layout = engine.schema, engine.speculation.hidden
     assert schema.draft is not None and (schema.target.dtype, schema.draft.dtype) == dtypes
-    assert [kv.dtype for kv in engine.kvs] == [target, draft]
+    assert engine.draft_pools is not None and (engine.kv.dtype, engine.draft_pools.kv.dtype) == (target, draft)
     assert engine.drafter is not None
     state = dict(engine.drafter.allocate(2).present())
     fields = {field.name: field.dtype for field in schema.row}
@@ -217,15 +215,15 @@ def test_a_draft_of_16_bits_serves_a_float32_target(
     kind: str, draft_dtype: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
 ) -> None:
     """Through the handoff: the text is that of the target alone."""
-    model = target_for(kind, checkpoint)
+    model = target_of(kind, checkpoint)
     check_served(make_pair, model, unlike_dtypes(kind, ("float32", draft_dtype), model, tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hyper-mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_tree_of_16_bits_serves_a_float32_target(
     kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
 ) -> None:
-    model = target_for(kind, checkpoint)
+    model = target_of(kind, checkpoint)
     check_served(make_pair, model, unlike_dtypes(kind, ("float32", "bfloat16"), model, tmp_path, draft_topk=2))
 
 
@@ -324,9 +322,9 @@ def check_empty(drafter: Drafter, state: DraftState) -> None:
     assert all(value.dtype == live[name].dtype for name, value in state.present())
 
 
-@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, *HYPERS])
+@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, STREAM_MTP])
 def idle(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Rounds:
-    model = checkpoint("hyper_llama" if request.param in HYPERS else "llama")
+    model = target_of(request.param, checkpoint)
     if request.param == "ngram":
         drafting: dict[str, Any] = {"speculative": "ngram"}
     elif request.param == "standalone":
