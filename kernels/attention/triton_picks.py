@@ -230,7 +230,7 @@ def paged_picks(
     _choice_kernel[(num,)](
         out.rows[tokens.start :], out.counts[tokens.start :], scores, slots, nums, ends, seqs, plan.block_table,
         num_slots, num_picks, num_parts, 0 if slots is None else slots.shape[2], plan.block_table.stride(0),
-        PAGE_SIZE=page_size, RUN=run, LEVELS=num_parts.bit_length(), num_warps=_WARPS,
+        PAGE_SIZE=page_size, RUN=run, LEVELS=int(num_parts).bit_length(), num_warps=_WARPS,
     )  # fmt: skip
 
 
