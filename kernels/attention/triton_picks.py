@@ -7,9 +7,9 @@ after the other. So a score has one order of summation, whatever else the forwar
 `paged_picks` of a long row takes three launches. One program per row finds a bound from a sample of its scores:
 somewhat more slots reach it than are wanted. Then many programs keep the slots that reach the bound, the candidates. At
 last one program per row holds all candidates in registers. It searches for the score from which on it takes slots: it
-counts the scores in equal parts of a range, and the part with that score is the next range. If there are too few or too
+counts the scores above a point between two bounds, and the point becomes one of the bounds. If there are too few or too
 many candidates, it reads the whole row instead, which is slow but gives the same choice. A short row needs the last
-launch alone. What is kept stays in the order of slots.
+launch alone. What is kept stays in the order of slots. There are no atomic operations.
 
 The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold all launches.
 """
@@ -49,8 +49,6 @@ _NUM_PROGRAMS = 2  # that look for candidates, per multiprocessor
 _LEAST_PART = 2048  # slots of a program that looks for candidates
 _MOST = 4096  # candidates of a row, of a row's sample also the least number
 _ALL = 4  # times as many slots are all candidates
-_LOG_BINS: tl.constexpr = tl.constexpr(11)
-_BINS: tl.constexpr = tl.constexpr(1 << 11)  # of a search among keys
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))  # the key of a slot that is not to be taken
 
 
@@ -363,20 +361,18 @@ def _threshold(keys, num_picks, most):
     """Return a key that at least `num_picks` keys reach, and if possible at most `most`. It is the least one if there
     are no more keys."""
     is_key = keys != _LEAST
-    num_low = tl.sum(is_key.to(tl.int32), 0)
+    num_low, num_high = tl.sum(is_key.to(tl.int32), 0), 0
     low = tl.min(tl.where(is_key, keys, 2147483647), 0).to(tl.int64)  # `num_low` keys reach it
-    high = tl.max(keys, 0).to(tl.int64) + 1  # too few keys reach it
-    bins = tl.arange(0, _BINS)
+    high = tl.max(keys, 0).to(tl.int64) + 1  # `num_high` keys reach it, too few
+    step = 0
     while (num_low > most) & (high - low > 1):
-        exponent = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # 2**exponent: about the range
-        shift = tl.maximum(exponent + 1 - _LOG_BINS, 0)  # a bin has 2**shift keys
-        is_between = (keys >= low) & (keys < high)
-        of_bins = tl.histogram(((keys - low) >> shift).to(tl.int32), _BINS, is_between)
-        reached = num_low - tl.cumsum(of_bins, 0) + of_bins  # how many keys reach the start of each bin
-        last = tl.sum((reached >= num_picks).to(tl.int32), 0) - 1  # the last bin whose start is low enough
-        num_low = tl.sum(tl.where(bins == last, reached, 0), 0)
-        low += last.to(tl.int64) << shift
-        high = tl.minimum(low + (tl.full((), 1, tl.int64) << shift), high)
+        share = tl.where(step % 2 == 0, (num_low - (num_picks + most) // 2) / (num_low - num_high), 0.5)
+        middle = tl.minimum(tl.maximum(low + ((high - low).to(tl.float32) * share).to(tl.int64), low + 1), high - 1)
+        num = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+        is_low = num >= num_picks
+        low, num_low = tl.where(is_low, middle, low), tl.where(is_low, num, num_low)
+        high, num_high = tl.where(is_low, high, middle), tl.where(is_low, num_high, num)
+        step += 1
     return low.to(tl.int32)
 
 
