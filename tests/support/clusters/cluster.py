@@ -157,11 +157,11 @@ class Cluster:
         return self.start_process("router", "router", *address, *flags)
 
     def start_node(self, role: str, name: str, *flags: str, model: Path | None = None) -> Process:
-        """Start a node. `role` is prefill or decode. It has one CPU thread, and `node_share` of a GPU, unless `flags`
-        say otherwise."""
+        """Start a node. `role` is prefill or decode. It has one CPU thread, short chunks, because it measures their
+        times at its start, and `node_share` of a GPU, unless `flags` say otherwise."""
         model = model or self.model
         chosen = ["--model", str(model)] if model else []
-        meeting = ["--router", self.node_address, "--node-id", name, "--threads", "1"]
+        meeting = ["--router", self.node_address, "--node-id", name, "--threads", "1", "--chunk-tokens", "128"]
         share = (
             [] if name in self.releases else ["--memory-share", f"{self.node_share:.3f}"]
         )  # older releases have none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +122,7 @@ def test_the_routers_of_transformers_are_seen(
 ) -> None:
     """Two equal experts are a tie wherever a router takes one of them and leaves the other."""
     reference = Reference(checkpoint(family, **config))
+    reference.model = copy.deepcopy(reference.model)
     taken: list[torch.Tensor] = []  # experts of each token, by layer
 
     def note(module: Any, args: Any, output: Sequence[torch.Tensor]) -> None:

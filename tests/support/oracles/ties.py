@@ -11,6 +11,7 @@ from its own has been found to score as much as the cut (`IndexCuts`). Such rows
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,11 +43,7 @@ class Reference:
     num_compared: int = 0
 
     def __post_init__(self) -> None:
-        from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
-
-        AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # its list lacks the class
-        self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=getattr(torch, self.dtype))
-        self.model = self.model.to(self.device).eval()
+        self.model = model_of(self.model_dir, self.dtype, self.device)
         self.model.generation_config.eos_token_id = None  # what ends an output is the test's business
         self.bound = TIE_BOUND[self.dtype]
 
@@ -152,6 +149,15 @@ class Reference:
             f" ours {list(ours)[: i + 3]}, reference {list(theirs)[: i + 3]}; {self.counts}"
         )
         self.num_router_ties += 1
+
+
+@functools.lru_cache(maxsize=3)
+def model_of(model_dir: Path, dtype: str = "float32", device: str = "cpu") -> Any:
+    """Return the model of a checkpoint in transformers. Tests share it: copy it before you change it."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # its list lacks the class
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).to(device).eval()
 
 
 class IndexCuts(TorchFunctionMode):
