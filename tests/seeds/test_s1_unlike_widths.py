@@ -145,6 +145,21 @@ def test_a_layout_that_asks_the_wrong_side_is_caught(
             check_served(make_pair, model, drafting)
 
 
+@pytest.mark.parametrize("is_mutated", [False, True])
+def test_a_head_of_another_width_reads_the_collapsed_states_of_streams(
+    is_mutated: bool, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGLE-3 on DeepSeek-V4: its rows are three collapsed states. The defect: each of them has all streams."""
+    model = checkpoint("deepseek_v4", hc_mult=4)
+    drafting = settings("eagle3", model, tmp_path, hidden_size=24)
+    if not is_mutated:
+        check_served(make_pair, model, drafting)
+        return
+    monkeypatch.setattr(HiddenLayout, "_extend", lambda layout: HiddenSpec(3 * 4 * 64, layout.target_dtype))
+    with pytest.raises(ValueError, match=r"extend state of eagle3 is \[num_rows, 768\] float32, not \(\d, 192\)"):
+        check_served(make_pair, model, drafting)
+
+
 def check_rows_keep_the_drafts_dtype() -> None:
     """The metadata row of a bfloat16 target keeps the state of a float32 draft bit for bit."""
     layout = make_layout("eagle", target_dtype="bfloat16", draft_dtype="float32")
@@ -246,12 +261,12 @@ def test_a_draft_of_16_bits_is_still_right(
     assert stats.num_drafted > 40 and stats.num_accepted > 0.9 * stats.num_drafted, stats
 
 
-@pytest.mark.parametrize("kind", ["eagle", "mtp3-mimo"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp3-mimo", STREAM_MTP])
 def test_a_state_that_is_not_cast_is_caught(
     kind: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The defect: the target's rows go into the draft as they are."""
-    model = checkpoint("llama")
+    model = target_of(kind, checkpoint)
     drafting = unlike_dtypes(kind, ("float32", "bfloat16"), model, tmp_path)
     monkeypatch.setattr(HiddenLayout, "to_draft", lambda _, rows: rows)
     engine = Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
