@@ -87,6 +87,14 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "index_scores": (_numba("attention.numba_picks"),),
         "paged_index_scores": (_triton("attention.triton_picks"),),
         "paged_picks": (_triton("attention.triton_picks"),),
+        # paged_entries.py
+        "turn_heads_": (_triton("entries.triton_heads"),),
+        "compress_paged": (_triton("entries.triton_compress"),),
+        "attend_entries": (_triton("entries.triton_attend"),),
+        # streams.py
+        "cross_streams": (_triton("streams.triton_streams", _FLOATS),),
+        "end_streams": (_triton("streams.triton_streams", _FLOATS),),
+        "write_streams": (_triton("streams.triton_streams", _FLOATS),),
         # history.py
         "gather_keys": (_triton("attention.triton_history", _FLOATS | _FP8),),
         "join_parts": (_triton("attention.triton_history", _FLOATS),),

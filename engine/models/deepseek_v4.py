@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.products.norm import Norm, rms_norm
-from ...kernels.streams.streams import StreamRules, StreamWeights, collapse_streams
+from ...kernels.streams.streams import PendingStreams, StreamRules, StreamWeights, end_streams, written
 from ..attention.attention import RotaryEmbedding, begin_attention, inverse_frequencies
-from ..attention.compressed import CompressedAttention, EntryPool
+from ..attention.compressed import CompressedAttention, EntryPool, WindowHeads
 from ..attention.context import AttentionContext
 from ..checkpoint.checkpoint import TensorSpec
 from ..checkpoint.model_config import INDEX, CompressedConfig, ModelConfig
@@ -60,13 +60,15 @@ class StreamStack:
         self, input_ids: Tensor, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]
     ) -> TargetStates:
         assert isinstance(context, CompressedAttention), context
-        streams = embedded.unsqueeze(1).expand(-1, self.hc_mult, -1)
+        pending = PendingStreams(embedded.unsqueeze(1).expand(-1, self.hc_mult, -1))
         aux: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in aux_layers:
-                aux[index] = collapse_streams(streams, self.head, self.rules)
-            streams = layer(streams, input_ids, context)
-        aux[len(self.layers)] = collapsed = collapse_streams(streams, self.head, self.rules)
+                streams, aux[index] = end_streams(pending, self.head, self.rules)
+                pending = PendingStreams(streams)
+            pending = layer(pending, input_ids, context)
+        streams, collapsed = end_streams(pending, self.head, self.rules)
+        aux[len(self.layers)] = collapsed
         final = rms_norm(collapsed, *self.norm)
         return TargetStates(final, streams.flatten(1), [aux[index] for index in aux_layers])
 
@@ -150,15 +152,19 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
     frequencies = inverse_frequencies(rope, compressed.rope_dim).to(weights.device)
     sinks = weights.tensor(f"{prefix}.attn_sink", config.num_heads, dtype=torch.float32)
     shard = weights.ranks.shard(HEADS_OUT)
-    return WindowedAttention(
+    heads = WindowHeads(
         index,
         compressed.window,
-        weights.fused({f"{prefix}.wq_a": rank, f"{prefix}.wkv": head_dim}, size, bias=False),
-        _read_norm(config, weights, rank, f"{prefix}.q_norm.weight"),
-        weights.linear(f"{prefix}.wq_b", width, rank, bias=False, split=HEADS_OUT),
+        config.rms_norm_eps,
         _read_norm(config, weights, head_dim, f"{prefix}.kv_norm.weight", f"{prefix}.norm.weight"),
         frequencies,
         sinks if shard is None else shard.take(sinks, 0).clone(),
+    )
+    return WindowedAttention(
+        weights.fused({f"{prefix}.wq_a": rank, f"{prefix}.wkv": head_dim}, size, bias=False),
+        _read_norm(config, weights, rank, f"{prefix}.q_norm.weight"),
+        weights.linear(f"{prefix}.wq_b", width, rank, bias=False, split=HEADS_OUT),
+        heads,
         _read_out(config, weights, prefix),
         None
         if kind == "window"
@@ -231,11 +237,11 @@ class StreamMtpHead:
         normed = rms_norm(hidden.reshape(-1, self.config.hidden_size), *self.hidden_norm)
         streams = self._streams(self.hidden_projection(normed).view(hidden.shape))
         streams = streams + self.embedding_projection(embedded).unsqueeze(1)
-        return self.layer(streams, batch.input_ids, context).flatten(1)
+        return written(self.layer(PendingStreams(streams), batch.input_ids, context)).flatten(1)
 
     def logits(self, recurrent: Tensor, lens: Lens | None = None) -> Tensor:
         """Return the target's lm_head of the collapsed streams, normed by the layer's own norm."""
-        collapsed = collapse_streams(self._streams(recurrent), self.head, self.layer.rules)
+        _, collapsed = end_streams(PendingStreams(self._streams(recurrent)), self.head, self.layer.rules)
         return self.target.logits(rms_norm(collapsed, *self.final_norm), lens)
 
     def _streams(self, wide: Tensor) -> Tensor:
