@@ -37,7 +37,7 @@ class _Tiles(NamedTuple):
         """Choose by shapes alone."""
         if num_tokens <= 64:
             return cls(16, 64, 1, 4)
-        return cls(64, 64, max(1, triton.cdiv(size, 64 * 8)), 4)
+        return cls(64, 64, max(1, triton.cdiv(size, 64 * 8)), 8)
 
 
 def cross_streams(
@@ -91,7 +91,7 @@ def _mixed(pending: PendingStreams, weights: StreamWeights | None) -> tuple[Tens
             new, parts, streams, y, *(shares or (None, None)), None if weights is None else weights.fn, num_tokens,
             streams.stride(0), streams.stride(1), 0 if y is None else y.stride(0), SIZE=size, HC=hc_mult,
             SHARES=num_shares, WIDTH=width, BLOCK_T=tiles.num_tokens, BLOCK_C=tiles.num_columns,
-            STEPS=tiles.num_steps, IS_SPLIT=streams.dtype == torch.bfloat16, num_warps=tiles.num_warps,
+            STEPS=tiles.num_steps, IS_SPLIT=streams.dtype == torch.bfloat16, num_warps=tiles.num_warps, num_stages=1,
         )  # fmt: skip
     return new, parts
 
