@@ -44,10 +44,10 @@ def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos
     return _PagedAttention(config, paged_plan(batch), prompts, kv_layers, pools.value_layers, cos, sin)
 
 
-def longest_rehearsal(index: IndexConfig, num_tokens: int) -> int:
+def longest_rehearsal(index: IndexConfig, num_tokens: int, rate: int = 1) -> int:
     """Return how many tokens a chunk of `num_tokens` sees when its picks need most working memory: more do not add to
-    it."""
-    return max(index.num_picks, _SCORE_BYTES // (4 * num_tokens)) + num_tokens
+    it. `rate`: tokens of an index key."""
+    return max(index.num_picks, _SCORE_BYTES // (4 * num_tokens)) * rate + num_tokens
 
 
 def paged_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:

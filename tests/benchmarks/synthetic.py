@@ -334,7 +334,7 @@ def random_tensor(spec: TensorSpec, config: ModelConfig, seed: int) -> Tensor:
 
 
 def write_random_prediction_layer(directory: Path, fields: dict[str, Any]) -> Path:
-    """Write a prediction layer (MTP) of random weights beside a model of DeepSeek-V4, which the loader makes, and return
+    """Write a prediction layer (MTP) of random weights for a model of DeepSeek-V4 that the loader makes, and return
     `directory`. `fields`: of the model."""
     own = fields | {"num_hidden_layers": 1, "compress_ratios": [0, 0], "num_hash_layers": 0}
     config, device = write_config(directory, own), torch.device("cuda" if torch.cuda.is_available() else "cpu")
