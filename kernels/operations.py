@@ -67,6 +67,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         ),
         "add_rms_norm_": (_numba("products.numba_rows"), _triton("products.triton_norm", _FLOATS, "serves_sum")),
         "silu_mul": (_triton("products.triton_silu", _FLOATS, "serves"), _numba("products.numba_rows")),
+        "clamped_silu_mul": (_triton("products.triton_silu", _FLOATS, "serves"),),
         "turns": (_triton("products.triton_rotary"),),
         # paged_rows.py
         "attend": (_numba("attention.numba_attention"),),

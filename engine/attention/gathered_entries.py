@@ -102,18 +102,18 @@ class GatheredEntries(CompressedAttention):
             of_entries = _seen(pool, new, q.device)
             if chosen is not None:
                 of_entries = self._chosen(chosen, new, of_entries)
-            keys, seen = torch.cat([keys, self._entries(pool, new)]), torch.cat([seen, of_entries], 1)
+            keys, seen = torch.cat([keys, self.entries(pool, new)]), torch.cat([seen, of_entries], 1)
         return attend_rows(q, keys, seen, heads.sinks, q.shape[2] ** -0.5)
 
     def _chosen(self, chosen: _Choice, new: NewRows, seen: Tensor) -> Tensor:
         """Return which of the `seen` entries of a sequence its new tokens take, a tensor of its shape."""
         q, weights = chosen.q[new.tokens], chosen.weights[new.tokens]
-        keys = self._entries(chosen.keys, new).float()
+        keys = self.entries(chosen.keys, new).float()
         products = torch.einsum("thd,ed->the", q.float(), keys).relu_()
         scores = torch.einsum("the,th->te", products, weights).masked_fill(~seen, float("-inf"))
         return picked(pick(scores, chosen.num_picks), seen.shape[1])
 
-    def _entries(self, pool: EntryPool, new: NewRows) -> Tensor:
+    def entries(self, pool: EntryPool, new: NewRows) -> Tensor:
         """Return the entries that the last token of a sequence sees, [num_entries, width]."""
         windows = torch.arange(new.stop // pool.rate, device=new.pages.device)
         whole, places = self._entry_places(pool, new, windows)

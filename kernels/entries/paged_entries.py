@@ -26,6 +26,7 @@ class TokenPlan(NamedTuple):
     firsts: Tensor  # [num_tokens] int32, the slot of the first new token of its sequence
     table: Tensor  # [num_seqs, max_pages] int64, of kept pages
     tail_table: Tensor  # [num_seqs, max_pages] int64, of tail pages
+    arrivals: Tensor  # [num_tokens] int32, programs of a kernel that are done; zeros at rest
 
     @classmethod
     def of(cls, plan: PagedPlan, tail_table: Tensor, num_tokens: int, page_size: int) -> Self:
@@ -38,7 +39,8 @@ class TokenPlan(NamedTuple):
             firsts = lens - (starts[1:] - starts[:-1])
         slots = sight.ends - 1
         slots = slots.masked_fill(slots >= plan.block_table.shape[1] * page_size, -1)
-        return cls(sight.seqs, slots, firsts[sight.seqs].int(), plan.block_table, tail_table)
+        arrivals = torch.zeros_like(slots)
+        return cls(sight.seqs, slots, firsts[sight.seqs].int(), plan.block_table, tail_table, arrivals)
 
 
 class HeadTurns(NamedTuple):

@@ -58,9 +58,8 @@ def tiles_of(num_rows: int, num_experts: int, size: int) -> RouteTiles:
 
 def serves(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, routing: Routing) -> bool:
     """Return whether `routes` takes these tensors."""
-    del product_bias, bias
+    del product_bias, bias, routing
     is_read = x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == torch.float32
-    is_read = is_read and routing.scoring != "sqrtsoftplus"
     return len(x) > 0 and is_read and len(weight) <= MAX_EXPERTS
 
 
@@ -85,7 +84,7 @@ def routes(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor 
         PARTS=tiles.max_parts, ROWS=rows, GROUPS=triton.next_power_of_2(routing.num_groups),
         PER_GROUP=per_group, WIDTH=max(triton.next_power_of_2(per_group), 32 if routing.num_groups == 1 else 1),
         ACTIVE=routing.num_active, ACTIVE_GROUPS=routing.num_active_groups if routing.num_groups > 1 else 0,
-        RANKING=routing.num_ranking, IS_SIGMOID=routing.scoring == "sigmoid", SUMS_TO_ONE=routing.sums_to_one,
+        RANKING=routing.num_ranking, SCORING=routing.scoring, SUMS_TO_ONE=routing.sums_to_one,
         LEAST=LEAST_TOTAL, DEPENDENT=dependent, num_warps=rows, launch_pdl=dependent,
     )  # fmt: skip
     return Routes(chosen, shares)
@@ -144,6 +143,16 @@ def _product_kernel(
 
 
 @triton.jit
+def _softplus(x):
+    """Return log(1 + exp(x)), nearly as exact as float32 for all x."""
+    small = tl.exp(-tl.abs(x))
+    sum_of_both = 1.0 + small  # rounded; the quotient makes up for it
+    is_one = sum_of_both == 1.0
+    log = tl.log(sum_of_both) * tl.div_rn(small, tl.where(is_one, 1.0, sum_of_both - 1.0))
+    return tl.maximum(x, 0.0) + tl.where(is_one, small, log)
+
+
+@triton.jit
 def _keys_of(scores):
     """Return int32 numbers that are ordered as float32 `scores` are, all above _LOWEST. NaN is above all numbers."""
     bits = scores.to(tl.int32, bitcast=True)
@@ -180,7 +189,7 @@ def _choose_kernel(
     ACTIVE: tl.constexpr,
     ACTIVE_GROUPS: tl.constexpr,  # 0: all experts may be chosen
     RANKING: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,  # as of `Routing`
     SUMS_TO_ONE: tl.constexpr,
     LEAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -205,8 +214,10 @@ def _choose_kernel(
         scores += tl.load(at + part * num_rows.to(tl.int64) * num_experts, mask=is_part, other=0.0)
     if product_bias_ptr is not None:
         scores += product_bias
-    if IS_SIGMOID:
+    if SCORING == "sigmoid":
         scores = tl.div_rn(1.0, 1.0 + tl.exp(-scores))
+    elif SCORING == "sqrtsoftplus":
+        scores = tl.sqrt_rn(_softplus(scores))
     else:
         scores = tl.where(is_expert, scores, float("-inf"))
         scores = tl.exp(scores - tl.max(scores, 1, keep_dims=True))
@@ -236,7 +247,7 @@ def _choose_kernel(
         order = tl.where(is_best, place, order)
     shares = tl.where(order >= 0, scores, 0.0)
     if SUMS_TO_ONE:
-        total = tl.sum(shares, 1, keep_dims=True) + (LEAST if IS_SIGMOID else 0.0)
+        total = tl.sum(shares, 1, keep_dims=True) + (0.0 if SCORING == "softmax" else LEAST)
         shares = tl.div_rn(shares, tl.broadcast_to(total, shares.shape))
     is_written = (rows < num_rows) & (order >= 0)
     out = rows * ACTIVE + order

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from baton.engine.attention.compressed import KV, CompressedAttention, EntryPool
+from baton.engine.attention.compressed import KV, EntryPool, WindowHeads
+from baton.engine.attention.gathered_entries import GatheredEntries
 from baton.engine.attention.pool_rows import PoolRows
 from baton.engine.checkpoint.model_config import IndexConfig
 from baton.engine.layers.compressed_attention import Compressor, EntryIndexer, GroupedOut, WindowedAttention
@@ -34,15 +35,12 @@ def compressor(kind: str, width: int, seed: int) -> Compressor:
 
 def layer(*, is_indexed: bool) -> WindowedAttention:
     index = IndexConfig(3, 6, PICKS, is_interleaved=True)
+    heads = WindowHeads(0, WINDOW, 1e-6, Norm(torch.ones(WIDTH), 1e-6), FREQUENCIES, random(HEADS, seed=3))
     return WindowedAttention(
-        0,
-        WINDOW,
         linear(RANK + WIDTH, SIZE, 1),
         Norm(torch.ones(RANK), 1e-6),
         linear(HEADS * WIDTH, RANK, 2),
-        Norm(torch.ones(WIDTH), 1e-6),
-        FREQUENCIES,
-        random(HEADS, seed=3),
+        heads,
         GroupedOut(random(2, 5, WIDTH, seed=4), linear(SIZE, 10, 5)),
         compressor("entries", WIDTH, 6),
         EntryIndexer(index, compressor("index", 6, 8), linear(18, RANK, 10), random(3, SIZE, seed=11))
@@ -59,7 +57,7 @@ def run(attention: WindowedAttention, x: torch.Tensor, chunks: list[int]) -> tor
     for num in chunks:
         batch = ForwardBatch.build([BatchRow([0] * num, start, [4, 2, 7, 1])], PAGE_SIZE, "cpu")
         rows = PoolRows.of(batch, pools)
-        outputs.append(attention(x[start : start + num], CompressedAttention(rows, rows)))
+        outputs.append(attention(x[start : start + num], GatheredEntries(rows, rows)))
         start += num
     return torch.cat(outputs)
 

@@ -26,6 +26,7 @@ ROUTINGS = {
     "sum to one": (128, Routing(8, sums_to_one=True)),
     "scaled": (60, PLAIN._replace(scaling=2.5)),
     "sigmoid": (60, PLAIN._replace(scoring="sigmoid", scaling=1.5)),
+    "softplus": (60, PLAIN._replace(scoring="sqrtsoftplus", scaling=1.5)),
     "groups": (64, GROUPS),
     "groups of 20": (160, Routing(6, num_groups=8, num_active_groups=3, scaling=16.0)),
     "three groups of two": (6, Routing(2, "sigmoid", num_groups=3, num_active_groups=2, num_ranking=2)),
