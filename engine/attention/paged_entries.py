@@ -31,6 +31,13 @@ class _Part(NamedTuple):
     tokens: slice  # of the forward
     plan: PagedPlan  # of kept pages
     places: TokenPlan
+    sights: dict[int, PagedSight]  # by the tokens of an entry, as layers ask for them
+
+    def sight(self, rate: int) -> PagedSight:
+        """Return which entries of `rate` tokens the tokens see."""
+        if rate not in self.sights:
+            self.sights[rate] = PagedSight(self.places.seqs, (self.places.slots + 1) // rate)
+        return self.sights[rate]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +57,7 @@ class PagedEntries(CompressedAttention):
         for batch, of_tails in zip(kept.batches, tails.batches, strict=True):
             plan, tokens = paged_plan(batch, is_stored=True), slice(first, first + batch.num_tokens)
             places = TokenPlan.of(plan, of_tails.block_table, batch.num_tokens, batch.page_size)
-            parts.append(_Part(tokens, plan, places))
+            parts.append(_Part(tokens, plan, places, {}))
             first = tokens.stop
         return cls(kept, kept.pools, tuple(reversed(parts)))
 
@@ -60,23 +67,23 @@ class PagedEntries(CompressedAttention):
 
     def store(self, heads: WindowHeads, q: Tensor, key: Tensor) -> Tensor:
         keys, turns = self.pools[KV][heads.layer], HeadTurns(heads.frequencies, heads.query_eps, heads.key_norm)
-        for tokens, _, places in self.parts:
+        for tokens, _, places, _ in self.parts:
             turn_heads_(q[tokens], key[tokens], turns, keys, places)
         return q
 
     def compress(self, pool: EntryPool, inputs: Tensor) -> None:
         rows, entries = (self.pools[name][pool.place] for name in (pool.inputs, pool.entries))
-        for tokens, _, places in self.parts:
+        for tokens, _, places, _ in self.parts:
             compress_paged(inputs[tokens], pool.bias, pool.norm, pool.frequencies, rows, entries, places)
 
     def choose(self, keys: EntryPool, q: Tensor, weights: Tensor, num_picks: int) -> list[PickedRows]:
         rows = self._as_rows(keys)
         found: list[PickedRows] = []
-        for tokens, plan, places in self.parts:
+        for part in self.parts:
+            tokens, plan, places, _ = part
             turn_heads_(q[tokens], None, HeadTurns(keys.frequencies), None, places)
             own = F.pad(q[tokens], (0, rows.shape[4] - q.shape[2])) if rows.shape[4] > q.shape[2] else q[tokens]
-            sight = PagedSight(places.seqs, (places.slots + 1) // keys.rate)
-            found.append(pick_rows(own, weights[tokens], rows, plan, sight, num_picks))
+            found.append(pick_rows(own, weights[tokens], rows, plan, part.sight(keys.rate), num_picks))
         return found
 
     def attend(
@@ -88,7 +95,7 @@ class PagedEntries(CompressedAttention):
     ) -> Tensor:
         keys = self.pools[KV][heads.layer]
         out: list[Tensor] = []
-        for i, (tokens, _, places) in enumerate(self.parts):
+        for i, (tokens, _, places, _) in enumerate(self.parts):
             entries = None
             if pool is not None:
                 layer = self.pools[pool.entries][pool.place]

@@ -43,15 +43,14 @@ class EntryIndexer:
     config: IndexConfig
     keys: Compressor  # its entries are index keys
     up: Linear  # query_rank -> num_heads * head_dim
-    weights: Tensor  # [num_heads, hidden_size] float32
+    weights: Tensor  # [num_heads, hidden_size] float32, divided by sqrt(num_heads * head_dim)
 
     def __call__(self, x: Tensor, query_latent: Tensor, context: CompressedAttention) -> Any:
         """Store the keys of new tokens, and return the entries that they choose, for `attend`."""
         num_heads, head_dim = self.config.num_heads, self.config.head_dim
         self.keys(x, context)
         q = self.up(query_latent).unflatten(1, (num_heads, head_dim))
-        weights = F.linear(x.float(), self.weights) * (num_heads * head_dim) ** -0.5
-        return context.choose(self.keys.pool, q, weights, self.config.num_picks)
+        return context.choose(self.keys.pool, q, F.linear(x.float(), self.weights), self.config.num_picks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -203,11 +203,12 @@ def _read_compressor(
 def _read_indexer(config: ModelConfig, weights: Weights, prefix: str, layer: int, frequencies: Tensor) -> EntryIndexer:
     index, rank = config.index, _compressed(config).query_rank
     assert index is not None, config
+    of_heads = weights.tensor(f"{prefix}.weights_proj.weight", index.num_heads, config.hidden_size, dtype=torch.float32)
     return EntryIndexer(
         index,
         _read_compressor(config, weights, f"{prefix}.compressor", INDEX, layer, index.head_dim, frequencies),
         weights.linear(f"{prefix}.wq_b", index.num_heads * index.head_dim, rank, bias=False),
-        weights.tensor(f"{prefix}.weights_proj.weight", index.num_heads, config.hidden_size, dtype=torch.float32),
+        of_heads * (index.num_heads * index.head_dim) ** -0.5,
     )
 
 

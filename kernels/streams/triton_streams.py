@@ -19,15 +19,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .. import gpu
 from ..products.norm import Norm
 from .streams import PendingStreams, StreamRules, StreamShares, StreamWeights
+
+_FEW, _SOME = 8, 64  # tokens
 
 
 class _Tiles(NamedTuple):
     """Division of streams among the programs of `mix`."""
 
-    num_tokens: int  # of a program
+    num_tokens: int  # of a program; one: it multiplies without tensor cores
     num_columns: int  # of a step
     num_steps: int  # of a program
     num_warps: int
@@ -35,9 +39,11 @@ class _Tiles(NamedTuple):
     @classmethod
     def choose(cls, num_tokens: int, size: int) -> _Tiles:
         """Choose by shapes alone."""
-        if num_tokens <= 64:
-            return cls(16, 64, 1, 4)
-        return cls(64, 64, max(1, triton.cdiv(size, 64 * 8)), 8)
+        if num_tokens <= _FEW:
+            return cls(1, 64, 1, 4)
+        if num_tokens <= _SOME:
+            return cls(16, 32, 2, 4)
+        return cls(64, 16, max(1, triton.cdiv(size, 16 * 8)), 8)
 
 
 def cross_streams(
@@ -74,8 +80,7 @@ def _mixed(pending: PendingStreams, weights: StreamWeights | None) -> tuple[Tens
     streams, y, shares = pending
     num_tokens, hc_mult, size = streams.shape
     assert streams.stride(2) == 1, streams.stride()
-    num_shares = 0 if weights is None else len(weights.fn)
-    width = max(16, triton.next_power_of_2(num_shares + 1))
+    width = _width(hc_mult)
     tiles = _Tiles.choose(num_tokens, size)
     num_parts = triton.cdiv(size, tiles.num_columns * tiles.num_steps)
     parts = torch.empty((num_parts, num_tokens, width), dtype=torch.float32, device=streams.device)
@@ -85,15 +90,27 @@ def _mixed(pending: PendingStreams, weights: StreamWeights | None) -> tuple[Tens
         assert shares.mix.is_contiguous() and shares.write.is_contiguous(), shares
         new = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     if weights is not None:
-        assert weights.fn.shape == (num_shares, hc_mult * size) and weights.fn.is_contiguous(), weights.fn.shape
+        assert weights.fn.shape[1] == hc_mult * size and weights.fn.is_contiguous(), weights.fn.shape
     if num_tokens:
+        dependent = gpu.dependent_launch(num_tokens)
         _mix_kernel[(triton.cdiv(num_tokens, tiles.num_tokens), num_parts)](
             new, parts, streams, y, *(shares or (None, None)), None if weights is None else weights.fn, num_tokens,
             streams.stride(0), streams.stride(1), 0 if y is None else y.stride(0), SIZE=size, HC=hc_mult,
-            SHARES=num_shares, WIDTH=width, BLOCK_T=tiles.num_tokens, BLOCK_C=tiles.num_columns,
-            STEPS=tiles.num_steps, IS_SPLIT=streams.dtype == torch.bfloat16, num_warps=tiles.num_warps, num_stages=1,
+            SHARES=0 if weights is None else len(weights.fn), BLOCK_HC=_padded(hc_mult), WIDTH=width,
+            BLOCK_T=tiles.num_tokens, BLOCK_C=tiles.num_columns, STEPS=tiles.num_steps, DEPENDENT=dependent,
+            num_warps=tiles.num_warps, num_stages=1, launch_pdl=dependent,
         )  # fmt: skip
     return new, parts
+
+
+def _padded(hc_mult: int) -> int:
+    return max(4, triton.next_power_of_2(hc_mult))
+
+
+def _width(hc_mult: int) -> int:
+    """Return the numbers of a row of parts. Shares that read are those from 0 on, then those that write, the sum of
+    squares, and in the second half those that mix, [from, to]. Each kind has places for a power of two of streams."""
+    return 2 * _padded(hc_mult) ** 2
 
 
 def _finish(
@@ -111,19 +128,19 @@ def _finish(
         return
     block, write, mix = triton.next_power_of_2(size), *(shares or (None, None))
     weight, norm_eps = norm or (None, 0.0)
+    dependent = gpu.dependent_launch(num_tokens)
     _finish_kernel[(num_tokens, 1 if shares is None else 2)](
         x, write, mix, streams, parts, weights.base, weights.scale, weight, num_tokens, streams.stride(0),
-        streams.stride(1), rules.eps, rules.norm_eps, norm_eps,
-        SIZE=size, HC=hc_mult, SHARES=len(weights.fn), WIDTH=width, PARTS=num_parts,
-        BLOCK_P=triton.next_power_of_2(num_parts), BLOCK=block, BLOCK_HC=triton.next_power_of_2(hc_mult),
-        STEPS=rules.num_steps, num_warps=min(16, max(4, block // 512)),
+        streams.stride(1), rules.eps, rules.norm_eps, norm_eps, SIZE=size, HC=hc_mult, BLOCK_HC=_padded(hc_mult),
+        WIDTH=width, PARTS=num_parts, BLOCK_P=triton.next_power_of_2(num_parts), BLOCK=block, STEPS=rules.num_steps,
+        DEPENDENT=dependent, num_warps=min(16, max(4, block // 512)), launch_pdl=dependent,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("num_tokens",))
 def _mix_kernel(
     out_ptr,  # [num_tokens, HC, SIZE], written if there is y
-    parts_ptr,  # [num_parts, num_tokens, WIDTH] float32, written if SHARES
+    parts_ptr,  # [num_parts, num_tokens, WIDTH] float32, written if there are products
     streams_ptr,  # [num_tokens, HC, SIZE], strides token_stride and stream_stride
     y_ptr,  # [num_tokens, SIZE], tokens y_stride apart; None: nothing is added
     write_ptr,  # [num_tokens, HC] float32
@@ -136,59 +153,86 @@ def _mix_kernel(
     SIZE: tl.constexpr,
     HC: tl.constexpr,
     SHARES: tl.constexpr,
+    BLOCK_HC: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STEPS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,  # streams are bfloat16
+    DEPENDENT: tl.constexpr,
 ):
     """Grid: (ceil(num_tokens / BLOCK_T), num_parts). A program has BLOCK_T tokens and STEPS * BLOCK_C columns of each
     stream."""
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    is_token, shares = tokens < num_tokens, tl.arange(0, WIDTH)
-    rows = tokens.to(tl.int64)
-    sums = tl.zeros([BLOCK_T, WIDTH], tl.float32)
-    squares = tl.zeros([BLOCK_T], tl.float32)
+    tokens, places = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, WIDTH)
+    is_token, share = tokens < num_tokens, share_of(places, HC, BLOCK_HC)
+    rows, to = tokens.to(tl.int64)[:, None, None], tl.arange(0, BLOCK_HC)[None, :, None]
+    inner = tl.arange(0, BLOCK_HC * BLOCK_C)  # column BLOCK_C * stream + i
+    sums, squares = tl.zeros([BLOCK_T, WIDTH], tl.float32), tl.zeros([BLOCK_T], tl.float32)
     for step in range(STEPS):
-        columns = (tl.program_id(1) * STEPS + step) * BLOCK_C + tl.arange(0, BLOCK_C)
-        is_in = is_token[:, None] & (columns < SIZE)[None, :]
-        from_ptrs = streams_ptr + (rows * token_stride)[:, None] + columns[None, :]
-        for to in tl.static_range(HC):
-            if y_ptr is None:
-                new = tl.load(from_ptrs + to * stream_stride, mask=is_in, other=0.0)
+        first = (tl.program_id(1) * STEPS + step) * BLOCK_C
+        if fn_ptr is not None:
+            is_column = (first + inner % BLOCK_C < SIZE) & (inner // BLOCK_C < HC)
+            at = inner // BLOCK_C * SIZE + first + inner % BLOCK_C
+            is_weight = is_column[:, None] & ((share >= 0) & (share < SHARES))[None, :]
+            weights = tl.load(fn_ptr + share[None, :] * (HC * SIZE) + at[:, None], mask=is_weight, other=0.0)
+        if DEPENDENT:
+            gdc_wait()
+        columns = (first + tl.arange(0, BLOCK_C))[None, None, :]
+        is_in = is_token[:, None, None] & (columns < SIZE)
+        is_out = is_in & (to < HC)
+        if y_ptr is None:
+            new = tl.load(streams_ptr + rows * token_stride + to * stream_stride + columns, mask=is_out, other=0.0)
+        else:
+            wide = tl.zeros([BLOCK_T, BLOCK_HC, BLOCK_C], tl.float32)
+            is_share = is_token[:, None, None] & (to < HC)
+            for each in tl.static_range(HC):
+                from_ptrs = streams_ptr + rows * token_stride + each * stream_stride + columns
+                stream = tl.load(from_ptrs, mask=is_in, other=0.0)
+                mix = tl.load(mix_ptr + rows * (HC * HC) + each * HC + to, mask=is_share, other=0.0)
+                wide += mix * stream.to(tl.float32)
+            y = tl.load(y_ptr + rows * y_stride + columns, mask=is_in, other=0.0)
+            write = tl.load(write_ptr + rows * HC + to, mask=is_share, other=0.0)
+            new = (wide + write * y.to(tl.float32)).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + rows * (HC * SIZE) + to * SIZE + columns, new, mask=is_out)
+        if fn_ptr is not None:
+            if BLOCK_T == 1:
+                flat = tl.reshape(new, [BLOCK_HC * BLOCK_C]).to(tl.float32)
+                sums += tl.sum(flat[:, None] * weights, 0)[None, :]
+                squares += tl.sum(flat * flat, 0)
             else:
-                wide = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-                for each in tl.static_range(HC):
-                    stream = tl.load(from_ptrs + each * stream_stride, mask=is_in, other=0.0).to(tl.float32)
-                    mix = tl.load(mix_ptr + rows * (HC * HC) + each * HC + to, mask=is_token, other=0.0)
-                    wide += mix[:, None] * stream
-                y = tl.load(y_ptr + (rows * y_stride)[:, None] + columns[None, :], mask=is_in, other=0.0)
-                write = tl.load(write_ptr + rows * HC + to, mask=is_token, other=0.0)
-                new = (wide + write[:, None] * y.to(tl.float32)).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + (rows * (HC * SIZE))[:, None] + to * SIZE + columns[None, :], new, mask=is_in)
-            if fn_ptr is not None:
-                is_weight = (columns < SIZE)[:, None] & (shares < SHARES)[None, :]
-                fn_ptrs = fn_ptr + shares[None, :] * (HC * SIZE) + to * SIZE + columns[:, None]
-                sums = _add_products(new, tl.load(fn_ptrs, mask=is_weight, other=0.0), sums, IS_SPLIT)
-                squares += tl.sum(new.to(tl.float32) * new.to(tl.float32), 1)
+                flat = tl.reshape(new, [BLOCK_T, BLOCK_HC * BLOCK_C])
+                sums = _add_products(flat, weights, sums)
+                squares += tl.sum(flat.to(tl.float32) * flat.to(tl.float32), 1)
+    if DEPENDENT:
+        gdc_launch_dependents()
     if fn_ptr is not None:
-        sums = tl.where((shares == SHARES)[None, :], squares[:, None], sums)
+        sums = tl.where((places == 2 * BLOCK_HC)[None, :], squares[:, None], sums)
         parts = (tl.program_id(1) * num_tokens + tokens).to(tl.int64) * WIDTH
-        tl.store(parts_ptr + parts[:, None] + shares[None, :], sums, mask=is_token[:, None])
+        tl.store(parts_ptr + parts[:, None] + places[None, :], sums, mask=is_token[:, None])
 
 
 @triton.jit
-def _add_products(x, weights, sums, IS_SPLIT: tl.constexpr):
-    """Return `sums` + x [BLOCK_T, BLOCK_C] times weights [BLOCK_C, WIDTH] float32. IS_SPLIT: x is bfloat16."""
-    if IS_SPLIT:
+def share_of(places, HC: tl.constexpr, BLOCK_HC: tl.constexpr):
+    """Return the share that has each of `places` in a row of parts; -1: none."""
+    mixed = tl.maximum(places - BLOCK_HC * BLOCK_HC, 0)
+    source, target = mixed // BLOCK_HC, mixed % BLOCK_HC
+    share = tl.where((source < HC) & (target < HC), 2 * HC + source * HC + target, -1)
+    kind, each = places // BLOCK_HC, places % BLOCK_HC
+    of_one = tl.where((kind < 2) & (each < HC), kind * HC + each, -1)
+    return tl.where(places >= BLOCK_HC * BLOCK_HC, share, of_one)
+
+
+@triton.jit
+def _add_products(x, weights, sums):
+    """Return `sums` + x [BLOCK_T, K] times weights [K, WIDTH] float32."""
+    if x.dtype == tl.bfloat16:
         high = weights.to(tl.bfloat16)
         rest = weights - high.to(tl.float32)
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        sums = tl.dot(x, low, sums)
-        sums = tl.dot(x, middle, sums)
-        return tl.dot(x, high, sums)
-    return tl.dot(x.to(tl.float32), weights, sums, input_precision="ieee")
+        sums = tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low, sums)))
+    else:
+        sums = tl.dot(x.to(tl.float32), weights, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit(do_not_specialize=("num_tokens",))
@@ -198,7 +242,7 @@ def _finish_kernel(
     mix_ptr,  # [num_tokens, HC, HC] float32, likewise
     streams_ptr,  # [num_tokens, HC, SIZE], strides token_stride and stream_stride
     parts_ptr,  # [PARTS, num_tokens, WIDTH] float32
-    base_ptr,  # [SHARES] float32
+    base_ptr,  # [num_shares] float32
     scale_ptr,  # [3] float32, or [1] without shares
     norm_ptr,  # [SIZE] of the streams' dtype or float32; None: x is not normed
     num_tokens,
@@ -209,29 +253,31 @@ def _finish_kernel(
     norm_eps,
     SIZE: tl.constexpr,
     HC: tl.constexpr,
-    SHARES: tl.constexpr,
+    BLOCK_HC: tl.constexpr,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_HC: tl.constexpr,
     STEPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_tokens, 1 or 2). Program (token, 0) reads the next input, (token, 1) makes the shares."""
-    token, parts = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_P)
-    parts_ptrs = parts_ptr + (parts * num_tokens + token) * WIDTH
-    is_part = parts < PARTS
-    square = tl.sum(tl.load(parts_ptrs + SHARES, mask=is_part, other=0.0), 0)
-    scale = tl.rsqrt(square / (HC * SIZE) + streams_eps)
+    token, places, parts = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH), tl.arange(0, BLOCK_P)[:, None]
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    values = tl.load(parts_ptr + (parts * num_tokens + token) * WIDTH + places[None, :], mask=parts < PARTS, other=0.0)
     if tl.program_id(1) == 0:
         columns = tl.arange(0, BLOCK)
+        at = streams_ptr + token * token_stride + columns
+        sums = tl.sum(values, 0)
+        square = tl.sum(tl.where(places == 2 * BLOCK_HC, sums, 0.0), 0)
+        scale = tl.rsqrt(square / (HC * SIZE) + streams_eps) * tl.load(scale_ptr)
         x = tl.zeros([BLOCK], tl.float32)
         for each in tl.static_range(HC):
-            ptrs = streams_ptr + token * token_stride + each * stream_stride + columns
-            stream = tl.load(ptrs, mask=columns < SIZE, other=0.0).to(tl.float32)
-            product = tl.sum(tl.load(parts_ptrs + each, mask=is_part, other=0.0), 0) * scale
-            read = tl.sigmoid(product * tl.load(scale_ptr) + tl.load(base_ptr + each)) + eps
-            x += read * stream
+            stream = tl.load(at + each * stream_stride, mask=columns < SIZE, other=0.0).to(tl.float32)
+            product = tl.sum(tl.where(places == each, sums, 0.0), 0)
+            x += (tl.sigmoid(product * scale + tl.load(base_ptr + each)) + eps) * stream
         out = x.to(x_ptr.dtype.element_ty)
         if norm_ptr is not None:
             wide = out.to(tl.float32)
@@ -240,20 +286,21 @@ def _finish_kernel(
             out = (wide.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + token * SIZE + columns, out, mask=columns < SIZE)
     elif write_ptr is not None:
+        share = share_of(places, HC, BLOCK_HC)
+        is_write, is_mix = (share >= HC) & (share < 2 * HC), share >= 2 * HC
+        sums = tl.sum(values, 0)
+        square = tl.sum(tl.where(places == 2 * BLOCK_HC, sums, 0.0), 0)
+        sums *= tl.rsqrt(square / (HC * SIZE) + streams_eps)
+        sums = sums * tl.load(scale_ptr + tl.where(is_mix, 2, 1)) + tl.load(
+            base_ptr + share, mask=share >= 0, other=0.0
+        )
+        tl.store(write_ptr + token * HC + share - HC, 2 * tl.sigmoid(sums), mask=is_write)
+        halves = tl.reshape(tl.where(is_mix, sums, float("-inf")), [2, BLOCK_HC * BLOCK_HC])
+        mix = tl.reshape(tl.max(halves, 0), [BLOCK_HC, BLOCK_HC])  # the first half is -inf
+        mix = _doubly_stochastic(mix, eps, HC, BLOCK_HC, STEPS)
         each = tl.arange(0, BLOCK_HC)
-        is_read = is_part[:, None] & (each < HC)[None, :]
-        write = tl.sum(tl.load(parts_ptrs[:, None] + HC + each[None, :], mask=is_read, other=0.0), 0) * scale
-        base = tl.load(base_ptr + HC + each, mask=each < HC, other=0.0)
-        write = 2 * tl.sigmoid(write * tl.load(scale_ptr + 1) + base)
-        tl.store(write_ptr + token * HC + each, write, mask=each < HC)
-        places = tl.arange(0, BLOCK_HC * BLOCK_HC)
-        source, target = places // BLOCK_HC, places % BLOCK_HC
-        at, is_share = 2 * HC + source * HC + target, (source < HC) & (target < HC)
-        mix = tl.load(parts_ptrs[:, None] + at[None, :], mask=is_part[:, None] & is_share[None, :], other=0.0)
-        base = tl.load(base_ptr + at, mask=is_share, other=0.0)
-        mix = tl.where(is_share, tl.sum(mix, 0) * scale * tl.load(scale_ptr + 2) + base, float("-inf"))
-        mix = _doubly_stochastic(tl.reshape(mix, [BLOCK_HC, BLOCK_HC]), eps, HC, BLOCK_HC, STEPS)
-        tl.store(mix_ptr + token * (HC * HC) + source * HC + target, tl.reshape(mix, [BLOCK_HC * BLOCK_HC]), is_share)
+        is_share = (each < HC)[:, None] & (each < HC)[None, :]
+        tl.store(mix_ptr + token * (HC * HC) + each[:, None] * HC + each[None, :], mix, mask=is_share)
 
 
 @triton.jit
