@@ -104,7 +104,7 @@ def _mixed(pending: PendingStreams, weights: StreamWeights | None) -> tuple[Tens
 
 
 def _padded(hc_mult: int) -> int:
-    return max(4, triton.next_power_of_2(hc_mult))
+    return max(4, 1 << (hc_mult - 1).bit_length())
 
 
 def _width(hc_mult: int) -> int:
