@@ -116,6 +116,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "gates_fp8": (_triton("products.triton_fp8", _FP8),),
         # routes.py, experts.py
         "routes": (_triton("experts.triton_routes", _FLOATS, "serves"),),
+        "shares_of": (_triton("experts.triton_routes", _FLOATS, "serves_shares"),),
         "place_experts": (_triton("experts.triton_places", None, "serves"),),
         "experts_linear": (_triton("experts.triton_experts", None, "serves"),),
         "gated_experts_linear": (_triton("experts.triton_experts", None, "serves"),),

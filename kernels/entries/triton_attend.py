@@ -20,13 +20,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .. import gpu
 from ..attention.triton_attention import num_sms, padded
 from ..attention.triton_softmax import quotient, sink_seen, weigh
 from .paged_entries import EntryRows, TokenPlan
 from .triton_heads import turned, turns_of
 
 _MAX_SPLITS = 64  # of a token; as many are combined at once
+_PAIRS = 64  # of numbers that a program combines
 
 
 class AttendTiles(NamedTuple):
@@ -88,18 +91,20 @@ def attend_entries(
     if num_splits > 1:
         parts = torch.empty((num_tokens, num_splits, num_heads, width), dtype=torch.float32, device=q.device)
         stats = torch.empty((2, num_tokens, num_splits, num_heads), dtype=torch.float32, device=q.device)
-    sizes = {"HEADS": num_heads, "WIDTH": width, "PAIRS": len(frequencies)}
+    dependent = gpu.dependent_launch(num_tokens)
+    sizes = {"HEADS": num_heads, "WIDTH": width, "PAIRS": len(frequencies), "DEPENDENT": dependent}
     _attend_kernel[(num_tokens, triton.cdiv(num_heads, block_m), num_splits)](
         out, parts, stats, q, keys_layer, layer, plan.tail_table, plan.table, rows, counts, plan.seqs, plan.slots,
         sinks, frequencies, plan.tail_table.stride(0), plan.table.stride(0), num_picks, num_tokens,
         width**-0.5 * math.log2(math.e), WINDOW=window, HAS_ENTRIES=entries is not None, RATE=rate,
         STRIDE=rate * layer.shape[4], PAGE_SIZE=page_size, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded(width),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **sizes,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=dependent, **sizes,
     )  # fmt: skip
     if parts is not None and stats is not None:
-        _combine_kernel[(num_tokens, num_heads)](
+        _combine_kernel[(num_tokens, num_heads, triton.cdiv(width, 2 * _PAIRS))](
             out, parts, stats, plan.slots, frequencies, num_tokens, num_splits,
-            SPLITS=triton.next_power_of_2(num_splits), BLOCK_P=padded(width) // 2, num_warps=4, **sizes,
+            SPLITS=triton.next_power_of_2(num_splits), BLOCK_P=_PAIRS, num_warps=2, launch_pdl=dependent,
+            **sizes,
         )  # fmt: skip
     return out
 
@@ -136,6 +141,7 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_tokens, blocks of heads, num_splits)."""
     token, split, num_splits = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
@@ -148,6 +154,9 @@ def _attend_kernel(
     is_head = heads < HEADS
     is_number = is_head[:, None] & (dims < WIDTH)[None, :]
     at = (token * HEADS + heads)[:, None] * WIDTH + dims[None, :]
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     q = tl.load(q_ptr + at, mask=is_number, other=0.0)
     begin = tl.maximum(slot - WINDOW + 1, 0)
     first = begin // BLOCK_N  # tile of the window
@@ -227,13 +236,18 @@ def _combine_kernel(
     PAIRS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Grid: (num_tokens, HEADS). Sums of a split whose total is 0, or that has a sink alone, may be anything."""
+    """Grid: (num_tokens, HEADS, ceil(WIDTH / 2 / BLOCK_P)). Sums of a split whose total is 0, or that has a sink alone, may be anything."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + token)
-    splits, pairs = tl.arange(0, SPLITS), tl.arange(0, BLOCK_P)
+    splits, pairs = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     rows = (token * num_splits + splits) * HEADS + head
     is_split = splits < num_splits
+    cos, sin = turns_of(tl.maximum(slot, 0), pairs, frequencies_ptr, WIDTH, PAIRS)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     highest = tl.load(stats_ptr + rows, mask=is_split, other=-3.4028234663852886e38)
     totals = tl.load(stats_ptr + num_tokens.to(tl.int64) * num_splits * HEADS + rows, mask=is_split, other=0.0)
     weights = tl.where(totals != 0.0, tl.exp2(highest - tl.max(highest, 0)), 0.0)
@@ -243,7 +257,6 @@ def _combine_kernel(
     share = weights / tl.where(total == 0.0, 1.0, total)
     even = tl.sum(tl.load(ptrs, mask=is_read, other=0.0) * share[:, None], 0)
     odd = tl.sum(tl.load(ptrs + 1, mask=is_read, other=0.0) * share[:, None], 0)
-    cos, sin = turns_of(tl.maximum(slot, 0), pairs, frequencies_ptr, WIDTH, PAIRS)
     even, odd = turned(even, odd, cos, -sin)
     out_ptr += (token * HEADS + head) * WIDTH + 2 * pairs
     tl.store(out_ptr, even.to(out_ptr.dtype.element_ty), mask=2 * pairs < WIDTH)

@@ -13,7 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .. import gpu
 from ..attention.triton_shares import is_last
 from ..products.norm import Norm
 from .paged_entries import TokenPlan
@@ -45,7 +47,7 @@ def compress_paged(
     if not num_tokens:
         return
     block, num_rows = min(_COLUMNS, triton.next_power_of_2(width)), rate * columns // width
-    num_programs = triton.cdiv(width, block)
+    num_programs, dependent = triton.cdiv(width, block), gpu.dependent_launch(num_tokens)
     made = torch.empty((num_tokens, width), dtype=torch.float32, device=inputs.device)
     _compress_kernel[(num_tokens, num_programs)](
         inputs_layer, entries_layer, made, plan.arrivals, inputs, bias, norm.weight, frequencies, plan.slots, plan.seqs,
@@ -53,7 +55,8 @@ def compress_paged(
         norm.eps, RATE=rate, COLUMNS=columns, WIDTH=width, PAIRS=len(frequencies), PAGE_SIZE=page_size,
         STRIDE=rate * part, STORED=triton.cdiv(num_inputs, num_programs), BLOCK=block,
         BLOCK_R=min(_ROWS, triton.next_power_of_2(num_rows)), BLOCK_P=triton.next_power_of_2(width // 2),
-        BLOCK_S=triton.next_power_of_2(triton.cdiv(num_inputs, num_programs)), num_warps=4,
+        BLOCK_S=triton.next_power_of_2(triton.cdiv(num_inputs, num_programs)), DEPENDENT=dependent, num_warps=4,
+        launch_pdl=dependent,
     )  # fmt: skip
 
 
@@ -87,10 +90,14 @@ def _compress_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_tokens, ceil(WIDTH / BLOCK)). The last program of a token norms and rotates its entry."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + token)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     if slot >= 0:
         seq = tl.load(seqs_ptr + token).to(tl.int64)
         tails_ptr += seq * tail_stride

@@ -8,7 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .. import gpu
 from .paged_entries import HeadTurns, TokenPlan
 
 _MANY_TOKENS = 64  # from here on, programs have several heads
@@ -33,13 +35,13 @@ def turn_heads_(q: Tensor, key: Tensor | None, turns: HeadTurns, keys_layer: Ten
     if not num_tokens:
         return
     of_program = 1 if num_tokens < _MANY_TOKENS else min(8, triton.next_power_of_2(num_heads))
-    num_blocks = triton.cdiv(num_heads, of_program)
+    num_blocks, dependent = triton.cdiv(num_heads, of_program), gpu.dependent_launch(num_tokens)
     _turn_kernel[(num_tokens, num_blocks + (key is not None))](
         q, key, keys_layer, None if key_norm is None else key_norm.weight, turns.frequencies, plan.slots, plan.seqs,
         plan.tail_table, 0 if key is None else key.stride(0), plan.tail_table.stride(0), turns.eps or 0.0,
         0.0 if key_norm is None else key_norm.eps, HAS_NORM=turns.eps is not None, HEADS=num_heads, WIDTH=width,
         PAIRS=num_pairs, PAGE_SIZE=page_size, BLOCK_H=of_program, BLOCK_P=triton.next_power_of_2(width // 2),
-        num_warps=max(1, min(4, of_program * width // 256)),
+        DEPENDENT=dependent, num_warps=max(1, min(4, of_program * width // 256)), launch_pdl=dependent,
     )  # fmt: skip
 
 
@@ -64,6 +66,7 @@ def _turn_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_tokens, blocks of heads, and one more for the key)."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -71,6 +74,9 @@ def _turn_kernel(
     pairs = tl.arange(0, BLOCK_P)
     is_in = pairs < WIDTH // 2
     cos, sin = turns_of(tl.maximum(slot, 0), pairs, frequencies_ptr, WIDTH, PAIRS)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     if block * BLOCK_H < HEADS:
         heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
         is_q = (heads < HEADS)[:, None] & is_in[None, :]

@@ -39,7 +39,7 @@ DECLARED = {
         *("round_rows", "round_to_scale", "add_rms_norm_round_", "silu_mul_round"),
         *("fp8_linear", "fp8_linear_parts", "fp8_gated_linear", "gates_fp8"),
     ],
-    "experts.routes": ["routes"],
+    "experts.routes": ["routes", "shares_of"],
     "experts.experts": [
         *("place_experts", "experts_linear", "gated_experts_linear", "mix_parts"),
         *("gated_experts_of_row", "experts_of_row"),

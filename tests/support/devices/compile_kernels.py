@@ -207,7 +207,7 @@ def _routes() -> None:
         groups = plain | {"GROUPS": 8, "PER_GROUP": 20, "WIDTH": 32, "ACTIVE_GROUPS": 4, "RANKING": 2}
         groups["SCORING"] = "sigmoid"
         for name, constants in (("plain", plain | {"bias_ptr": None}), ("groups", groups)):
-            own = (triton_routes._choose_kernel, {**constants, "product_bias_ptr": None}, types)
+            own = (triton_routes._choose_kernel, {**constants, "product_bias_ptr": None, "given_ptr": None}, types)
             print(f"{name} {rows}", compiled_bytes(*own, num_warps=rows))
 
 
