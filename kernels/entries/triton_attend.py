@@ -238,7 +238,7 @@ def _combine_kernel(
     BLOCK_P: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (num_tokens, HEADS, ceil(WIDTH / 2 / BLOCK_P)). Sums of a split whose total is 0, or that has a sink alone, may be anything."""
+    """Grid: (num_tokens, HEADS, ceil(WIDTH / 2 / BLOCK_P)). Sums of a split whose total is 0 may be anything."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + token)
     splits, pairs = tl.arange(0, SPLITS), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
