@@ -21,6 +21,7 @@ from torch import Tensor
 from ...kernels.products.norm import Norm, rms_norm
 from ..attention.compressed import CompressedAttention, EntryPool, WindowHeads
 from ..checkpoint.model_config import IndexConfig
+from ..products.base import Rows
 from ..products.linear import Linear
 
 
@@ -45,7 +46,7 @@ class EntryIndexer:
     up: Linear  # query_rank -> num_heads * head_dim
     weights: Tensor  # [num_heads, hidden_size] float32, divided by sqrt(num_heads * head_dim)
 
-    def __call__(self, x: Tensor, query_latent: Tensor, context: CompressedAttention) -> Any:
+    def __call__(self, x: Tensor, query_latent: Rows, context: CompressedAttention) -> Any:
         """Store the keys of new tokens, and return the entries that they choose, for `attend`."""
         num_heads, head_dim = self.config.num_heads, self.config.head_dim
         self.keys(x, context)
@@ -82,13 +83,14 @@ class WindowedAttention:
         """Store the rows of new tokens, and return the layer's output: [num_tokens, hidden_size] -> [num_tokens,
         hidden_size]."""
         latent, key = self.down(x).tensor_split([len(self.query_norm.weight)], 1)
-        latent = rms_norm(latent, *self.query_norm)
-        q = self.up(latent).unflatten(1, (-1, key.shape[1]))
+        rounds = self.up.rounds and (self.indexer is None or self.indexer.up.rounds)  # both alike
+        rows = self.up.normed(latent, None, self.query_norm) if rounds else rms_norm(latent, *self.query_norm)
+        q = self.up(rows).unflatten(1, (-1, key.shape[1]))
         q = context.store(self.heads, q, key)
         pool = chosen = None
         if self.compressor is not None:
             pool = self.compressor.pool
             self.compressor(x, context)
         if self.indexer is not None:
-            chosen = self.indexer(x, latent, context)
+            chosen = self.indexer(x, rows, context)
         return self.out(context.attend(self.heads, q, pool, chosen))
