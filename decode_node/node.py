@@ -200,6 +200,7 @@ class DecodeNode:
         rate = self._budget.rate(num_streams, num_steps)
         return Load(
             free_pages=self.cache.available,
+            free_tails=self.cache.available_tails,
             running=len(scheduler.running) + len(scheduler.reserved),
             waiting=len(scheduler.preempted),
             queued_tokens=scheduler.num_queued_tokens,

@@ -157,6 +157,9 @@ class DecodeScheduler:
         """Give the full computed pages of a running sequence to the prefix cache, so that other sequences find them.
         `num_tokens`: only pages of the first so many tokens; None: of all tokens whose KV target and drafter have."""
         self.pages.share(sequence, num_tokens=num_tokens)
+        is_prompt = sequence.is_local and sequence.num_generated == 0
+        if is_prompt and len(self._by_rid[sequence.unit.rid]) > 1 and self._has_shared_prompt(sequence):
+            self.pages.share_tails(sequence)  # the other choices continue behind them
 
     @property
     def is_open(self) -> bool:
@@ -208,7 +211,7 @@ class DecodeScheduler:
                 continue
             num_to_compute = len(sequence.token_ids) - sequence.num_computed
             if num_to_compute > 1 and sequence.is_local:
-                if sequence.tail is None and self._waits_for_choice(sequence):
+                if self._waits_for_choice(sequence):
                     continue
                 num_to_compute -= self.pages.exchange(sequence)
             if num_to_compute == 1:
@@ -376,9 +379,13 @@ class DecodeScheduler:
             other.order < sequence.order
             and other.unit.attempt == sequence.unit.attempt
             and other.lease is not None
-            and other.num_computed < self.pages.most_shared(other) * self.page_size
+            and not self._has_shared_prompt(other)
             for other in self._by_rid[sequence.unit.rid]
         )
+
+    def _has_shared_prompt(self, sequence: Sequence) -> bool:
+        """Whether a sequence has computed all pages that other choices of its request may find."""
+        return sequence.num_computed >= self.pages.most_shared(sequence) * self.page_size
 
     # --- what a round may do ---
 

@@ -172,6 +172,16 @@ class SequencePages:
         pages = sequence.pages[: len(known) // self._page_size][:end]
         self._cache.insert(known, pages, sequence.salt, sequence.lease)
 
+    def share_tails(self, sequence: Sequence) -> None:
+        """Give the tail pages of all full computed pages to the prefix cache, which has these pages already. The
+        sequence goes on to read those that its lease pins."""
+        if sequence.tail is not None:
+            assert sequence.lease is not None, sequence.unit
+            first, stop = sequence.tail.first, sequence.num_computed // self._page_size
+            tails = sequence.tail.numbers(range(first, stop))
+            num_taken = self._cache.share_tails(sequence.lease, first, tails, stop - self._num_tails)
+            sequence.tail.give_up(num_taken)
+
     def give_back_unseen(self, sequence: Sequence) -> None:
         """Give back the pages before what any layer sees from now on, those of the prefix cache only if all of them are
         before it. Later pages do not enter the cache, since it has whole prefixes."""

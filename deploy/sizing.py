@@ -254,6 +254,7 @@ def _text(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Arri
     first, num_gpus = best(candidates), candidates[0].shape.num_decode
     lines = [
         f"{times.model}, {times.device}; {num_gpus} GPUs, {len(arrivals):,} requests, {_rate(arrivals):.2f} per second",
+        f"a node holds {_pool(times)}",
         f"good: first token within {slo.ttft_ms:g} ms, then at most {slo.tpot_ms:g} ms per token; times in ms",
         "",
         f"{'shape':<14}{'good/s':>9}{'good':>7}{'ttft p50':>11}{'p99':>9}{'tpot p50':>11}{'p99':>8}"
@@ -264,6 +265,12 @@ def _text(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Arri
     if first.outcome.num_refused:
         lines.append(f"{first.outcome.num_refused:,} requests are longer than the model or a node's memory takes.")
     return lines
+
+
+def _pool(times: Times) -> str:
+    """Return what a node's pool holds, in words."""
+    tails = "" if times.tail_sequences is None else f", and the tail pages of {times.tail_sequences:,} sequences"
+    return f"{times.pool_tokens:,} tokens of context{tails}"
 
 
 def _line(candidate: Candidate) -> str:
@@ -312,6 +319,8 @@ def _report(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Ar
         "model": times.model,
         "device": times.device,
         "is_simulated": True,
+        "pool_tokens": times.pool_tokens,
+        "tail_sequences": times.tail_sequences,
         "error": None if times.error is None else msgspec.structs.asdict(times.error),
         "slo": slo._asdict(),
         "requests": len(arrivals),

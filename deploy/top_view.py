@@ -194,14 +194,15 @@ def _blocks(encoding: str) -> str:
 
 
 def _pages(node: LiveNode, blocks: str) -> str:
-    """Return a bar of a node's pages by owner, and the share that is not free."""
+    """Return a bar of a node's pages by owner, and the share that is not free; of tail pages, the share alone."""
     owned = node.pages
     if owned is None or not owned.total:
         return ""
     ends = accumulate((getattr(owned, owner) for owner in _OWNERS), initial=0)
     edges = [round(_BAR * end / owned.total) for end in ends]
     bar = "".join(block * (b - a) for block, (a, b) in zip(blocks, pairwise(edges), strict=True))
-    return f"{bar} {1 - owned.free / owned.total:.0%}"
+    tails = f", tails {1 - node.free_tails / node.num_tails:.0%}" if node.num_tails else ""
+    return f"{bar} {1 - owned.free / owned.total:.0%}{tails}"
 
 
 def _request_table(requests: list[LiveRequest], chosen: int | None, width: int) -> Table:

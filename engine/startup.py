@@ -178,6 +178,7 @@ def make_membership(
             page_size=engine.pool.page_size,
             max_running=config.max_running,
             num_ranks=engine.num_ranks // engine.num_nodes,
+            num_tails=engine.pool.num_usable_tails,
         ),
         data_address=data_address,
         rounds_coarsely=engine.rounds_coarsely,

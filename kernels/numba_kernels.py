@@ -182,33 +182,6 @@ def attend_stored(q, kv, layer, block_table, seq_lens, out):
 
 
 @compiled(_SUMS)
-def index_scores(
-    q,  # [num_tokens, num_heads, head_dim] float32
-    weights,  # [num_tokens, num_heads] float32
-    keys,  # [num_pages, 1, 1, page_size, head_dim] float32
-    block_table,  # [num_seqs, max_pages] int64
-    seqs,  # [num_tokens] int64
-    seen,  # [num_tokens, num_slots] bool
-    out,  # [num_tokens, num_slots] float32, written
-):
-    """Write the scores of all slots that tokens see, and -inf for the others: `index_scores_ref`."""
-    page_size = keys.shape[3]
-    for token in range(q.shape[0]):
-        table = block_table[seqs[token]]
-        for slot in range(out.shape[1]):
-            if not seen[token, slot]:
-                out[token, slot] = -np.inf
-                continue
-            k, score = keys[table[slot // page_size], 0, 0, slot % page_size], _ZERO
-            for head in range(q.shape[1]):
-                total, x = _ZERO, q[token, head]
-                for d in range(x.shape[0]):
-                    total += x[d] * k[d]
-                score += weights[token, head] * max(total, _ZERO)
-            out[token, slot] = score
-
-
-@compiled(_SUMS)
 def _norm_heads(heads, weight, eps):
     """Norm `heads` [num_heads, head_dim] in place, each by itself; `weight` is [head_dim]."""
     for head in range(heads.shape[0]):

@@ -125,6 +125,7 @@ class PrefillNode:
     def load(self) -> Load:
         return Load(
             free_pages=self.cache.available,
+            free_tails=self.cache.available_tails,
             running=len(self.scheduler.computing) + len(self.scheduler.handing_over),
             waiting=len(self.scheduler.waiting),
             tickets=len(self._tickets.units()),

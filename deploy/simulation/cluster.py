@@ -54,18 +54,18 @@ class Outcome:
 def simulate(
     shape: ClusterShape, times: Times, arrivals: Sequence[Arrival], max_running: int, max_gap_s: float | None = None
 ) -> Outcome:
-    """Run a load until its last token. `max_running`: sequences that each node computes at once. `max_gap_s`: the
-    decode nodes' bound on gaps beside local prompts; None: their default."""
+    """Run a load until its last token. `max_running`: sequences that each node computes at once, if decode nodes have
+    tail pages for them. `max_gap_s`: the decode nodes' bound on gaps beside local prompts; None: their default."""
     agenda, costs = Agenda(), Costs(times, max_running)
     facts = GroupFacts(shape.local_prefill, lacks_prefill=not shape.num_prefill, decodes_compute=True)
     router = SimulatedRouter(agenda, costs, facts)
-    pool = times.pool_tokens
+    pool, num_running = times.pool_tokens, min(max_running, times.tail_sequences or max_running)
     chunk, local_chunk = PrefillConfig().chunk("cuda"), DecodeConfig().chunk("cuda")
     prefills = [
         SimulatedPrefillNode(agenda, costs, max_running, pool, chunk, router.computed) for _ in range(shape.num_prefill)
     ]
     decodes = [
-        SimulatedDecodeNode(agenda, costs, max_running, pool, local_chunk, max_gap_s, router)
+        SimulatedDecodeNode(agenda, costs, num_running, pool, local_chunk, max_gap_s, router)
         for _ in range(shape.num_decode)
     ]
     router.join(prefills, decodes)

@@ -71,6 +71,7 @@ class Times(Struct, frozen=True, forbid_unknown_fields=True):
     chunks: tuple[ChunkPoint, ...]
     handoffs: tuple[HandoffPoint, ...]
     joints: tuple[JointPoint, ...] = ()
+    tail_sequences: int | None = None  # whose tail pages a node holds beside pool_tokens; None: the model has none
     error: StatedError | None = None
 
 
@@ -131,4 +132,6 @@ def _fault(times: Times) -> str | None:
         return "error must hold shares of 0 or more"
     if times.router_ms < 0 or min(times.pool_tokens, times.context_len) < 1:
         return "router_ms must be 0 or more, pool_tokens and context_len 1 or more"
+    if times.tail_sequences is not None and times.tail_sequences < 1:
+        return "tail_sequences must be 1 or more"
     return None

@@ -42,6 +42,7 @@ class NewRows(NamedTuple):
     start: int
     stop: int
     pages: torch.Tensor  # [max_pages] int64, of the sequence
+    sees: torch.Tensor | None  # [stop - start, stop - start] bool, of a tree of drafts; None: all before and itself
 
 
 @dataclass(frozen=True, eq=False)  # without slots, because it keeps the slots of its tokens
@@ -79,7 +80,10 @@ class PoolRows:
                 start = max(0, seq_len - query_len)
                 end = min(start + query_len, batch.block_table.shape[1] * batch.page_size)
                 if end > start:
-                    yield NewRows(slice(first, first + end - start), start, end, batch.block_table[seq])
+                    tokens = slice(first, first + end - start)
+                    own = slice(tokens.start - stop, tokens.stop - stop)
+                    sees = None if batch.tree is None else _seen(batch, seq, own, end)[:, start:]
+                    yield NewRows(tokens, start, end, batch.block_table[seq], sees)
                 first += query_len
 
     def read(self, name: str, place: int, pages: torch.Tensor, first: int, stop: int) -> torch.Tensor:

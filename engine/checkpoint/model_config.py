@@ -202,18 +202,24 @@ class Further:
     layers: tuple[int, ...]  # of the model, that store something in it, by their place in the pool
     width: int  # numbers per token of a head, or per block of tokens
     num_heads: int = 1  # if there are fewer than ranks, several ranks hold the same head
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # None: of the model's attention
-    per_block: bool = False  # the rows of a block (`delta_block`) have `width` numbers together
+    dtype: Literal["float32", "bfloat16", "float16", "int64"] | None = None  # None: of the model's attention
+    per_block: bool = False  # the rows of a block have `width` numbers together
     is_tail: bool = False  # layers read their own block, the block before it, and `num_read` rows before their own one
     num_read: int = 0  # rows that layers read back, their own included, if not by blocks; 0: all
+    longest_block: int = DELTA_BLOCK  # tokens of a block, if pages do not divide it
+
+    def block(self, page_size: int) -> int:
+        """Return the number of tokens of a block: whole blocks lie in a page. So a page that is full has all states
+        that stand in it, and nobody writes it any more."""
+        return math.gcd(page_size, self.longest_block)
 
     def row_width(self, page_size: int) -> int:
         """Return the numbers of one head in the row of a token."""
-        return -(-self.width // delta_block(page_size)) if self.per_block else self.width
+        return -(-self.width // self.block(page_size)) if self.per_block else self.width
 
     def window(self, page_size: int) -> int:
         """Return how many positions layers read back, their own included; 0: all."""
-        block = delta_block(page_size)
+        block = self.block(page_size)
         return block + max(block, self.num_read) if self.is_tail else self.num_read
 
 

@@ -143,6 +143,8 @@ def global_heads(raw: ConfigFile, num_kv_heads: int, head_dim: int) -> tuple[int
     are those of layers with a window."""
     by_layer = raw.section("per_layer_config")
     if not raw.get("per_layer_config"):
+        if raw.has("per_layer_config"):  # an empty one, as all layers are alike
+            return num_kv_heads, head_dim
         own = raw.integer("num_global_key_value_heads", num_kv_heads)
         return own if raw.flag("attention_k_eq_v") else num_kv_heads, raw.integer("global_head_dim", 512)
     kinds = cast(list[Any], raw.get("layer_types"))

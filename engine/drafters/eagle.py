@@ -1,5 +1,4 @@
-"""EAGLE: a head that predicts the target's next hidden state. The head of a target with residual streams has streams
-of its own (models/hyper_eagle.py). shifted.py drafts with it."""
+"""EAGLE: a head that predicts the target's next hidden state. shifted.py drafts with it."""
 
 from __future__ import annotations
 

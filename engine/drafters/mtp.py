@@ -9,7 +9,6 @@ from ...metadata.errors import ConfigError
 from ..checkpoint.tensor_names import layer_prefixes
 from ..models.deepseek_v4 import load_stream_mtp
 from ..models.head_file import HeadFile, check_state_width, read_head
-from ..models.hyper_mtp import load_hyper_mtp
 from ..models.mtp import load_mtp, takes_chained_states
 from ..pace.draft_length import DraftShape
 from .base import Drafter
@@ -61,9 +60,8 @@ def _shape(wanted: Wanted, num_layers: int) -> DraftShape:
 
 
 def _load(head: HeadFile, loading: Loading) -> Drafter:
-    prefixes, has_streams = layer_prefixes(head.names), head.config.hc_mult > 1
-    load = load_stream_mtp if head.config.compressed is not None else load_hyper_mtp if has_streams else load_mtp
-    layers = load(head, prefixes, loading.ends, loading.ranks)
+    load = load_mtp if head.config.compressed is None else load_stream_mtp
+    layers = load(head, layer_prefixes(head.names), loading.ends, loading.ranks)
     if len(layers) == 1:
         return ShiftedDrafter(layers[0], loading.pools, loading.hidden, loading.shape)
     return MtpLayersDrafter(layers, loading.pools, loading.hidden, loading.shape)

@@ -74,16 +74,10 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NarrowAttention:
-    """Attention whose values are narrower than keys. Pages hold the narrow values; attention sees them filled up with
-    zeros (ModelConfig.value_dim)."""
+class _Around:
+    """A `SelfAttention` by the projections of an ordinary one."""
 
-    inner: Attention  # its qkv: hidden_size -> q_size + num_kv_heads * (head_dim + value_dim)
-    head_dim: int
-    value_dim: int
-    num_kv_heads: int  # of this rank
-    value_scale: float
-    order: Tensor | None = None  # of the numbers of all q and k, int64; None: the product has them in it
+    inner: Attention
 
     @property
     def reader(self) -> Linear:
@@ -92,6 +86,19 @@ class NarrowAttention:
     @property
     def out(self) -> Linear:
         return self.inner.out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NarrowAttention(_Around):
+    """Attention whose values are narrower than keys. Pages hold the narrow values; attention sees them filled up with
+    zeros (ModelConfig.value_dim). The projection of q, k and v: hidden_size -> q_size + num_kv_heads * (head_dim +
+    value_dim)."""
+
+    head_dim: int
+    value_dim: int
+    num_kv_heads: int  # of this rank
+    value_scale: float
+    order: Tensor | None = None  # of the numbers of all q and k, int64; None: the product has them in it
 
     def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store the new tokens' KV and return the attended values: [num_tokens, hidden_size] -> [num_tokens, num_heads
@@ -107,20 +114,12 @@ class NarrowAttention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GatedAttention:
-    """Attention whose output has a gate, the sigmoid of as many numbers, which come with the queries."""
+class GatedAttention(_Around):
+    """Attention whose output has a gate, the sigmoid of as many numbers, which come with the queries. The projection of
+    q, k and v: in_size -> 2 * q_size + 2 * kv_size, of each head the query and the gate."""
 
-    inner: Attention  # its qkv: in_size -> 2 * q_size + 2 * kv_size, of each head the query and the gate
     q_size: int  # of this rank
     head_dim: int
-
-    @property
-    def reader(self) -> Linear:
-        return self.inner.qkv
-
-    @property
-    def out(self) -> Linear:
-        return self.inner.out
 
     def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store the new tokens' KV and return the gated values: [num_tokens, in_size] -> [num_tokens, q_size]."""

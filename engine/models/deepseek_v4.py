@@ -54,6 +54,7 @@ class StreamStack:
     head: StreamWeights
     norm: Norm  # [hidden_size]
     hc_mult: int
+    hands_over_collapsed: bool
     rules: StreamRules
 
     def __call__(
@@ -70,7 +71,8 @@ class StreamStack:
         streams, collapsed = end_streams(pending, self.head, self.rules)
         aux[len(self.layers)] = collapsed
         final = rms_norm(collapsed, *self.norm)
-        return TargetStates(final, streams.flatten(1), [aux[index] for index in aux_layers])
+        handoff = final if self.hands_over_collapsed else streams.flatten(1)
+        return TargetStates(final, handoff, [aux[index] for index in aux_layers])
 
 
 def read_deepseek_v4(config: ModelConfig, weights: Weights) -> DecoderModel:
@@ -86,6 +88,7 @@ def read_deepseek_v4(config: ModelConfig, weights: Weights) -> DecoderModel:
         _read_site(weights, config, ("hc_head", "model.hc_head.hc"), config.hc_mult, num_scales=1),
         _read_norm(config, weights, size, "norm.weight", "model.norm.weight"),
         config.hc_mult,
+        config.hands_over_collapsed,
         _rules(config),
     )
     return DecoderModel(weights.own(config), embedding, stack, LmHead(head, weights.ranks.vocab(vocab_size)))

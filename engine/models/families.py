@@ -422,15 +422,6 @@ DEEPSEEK_V4 = ModelFamily(
     mtp_layer_reader="deepseek_v4.read_deepseek_v4",
     own_mtp=("mtp.",),
 )
-HYPER_LLAMA = ModelFamily(
-    architecture="HyperLlamaForCausalLM",
-    model_type="hyper_llama",
-    reader="hyper_llama.read_hyper_llama",
-    text_types=("hyper_llama",),
-    may_have_mlp_bias=True,
-    has_streams=True,
-    own_mtp=("mtp.",),
-)
 
 FAMILIES = {
     family.architecture: family
@@ -457,6 +448,5 @@ FAMILIES = {
         DEEPSEEK_V32,
         GLM_MOE_DSA,
         DEEPSEEK_V4,
-        HYPER_LLAMA,
     )
 }

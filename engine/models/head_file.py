@@ -43,12 +43,12 @@ def without_model(names: frozenset[str]) -> frozenset[str]:
 
 
 def read_head(directory: Path, target: ModelConfig) -> HeadFile:
-    """Read a head's configuration. A head has residual streams if a layer of it has the tensors that mix them. Raises
-    ModelError for a directory without one, ConfigError if the head does not fit the target, naming both values."""
+    """Read a head's configuration. Raises ModelError for a directory without one, ConfigError if the head does not fit
+    the target, naming both values."""
     names = tensor_names(directory)
     settings = read_object(directory / "config.json")
     _check_speculators(directory, settings)
-    config = read_model_config(directory, _architecture(names, settings))
+    config = read_model_config(directory, _architecture(settings))
     own = _fields(directory, settings).integer("target_hidden_size", config.hidden_size)
     if own != target.hidden_size:
         raise ConfigError(
@@ -77,11 +77,9 @@ def _check_speculators(directory: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _architecture(names: frozenset[str], settings: Mapping[str, Any]) -> str:
+def _architecture(settings: Mapping[str, Any]) -> str:
     """Return the architecture that a head is read as: published ones use many names. A target's own prediction layers
     are layers of its family."""
-    if any(name.endswith(".attn_hc.read") for name in names):
-        return "HyperLlamaForCausalLM"
     of_text = (settings.get("text_config") or {}).get("model_type")
     for family in FAMILIES.values():
         is_named = family.architecture in (settings.get("architectures") or ()) or of_text in family.text_types

@@ -27,7 +27,6 @@ from ..sampling.row_shares import Lens
 from ..state.model_pools import ModelPools
 from .decoder import Embedding, LmHead
 from .head_file import HeadFile
-from .hyper_eagle import load_hyper_eagle
 from .llama import read_body, read_layer
 from .target_ends import TargetEnds
 from .tensors import HeadTensors
@@ -130,11 +129,8 @@ def load_eagle(file: HeadFile, target: TargetEnds, ranks: Ranks = ONE_RANK) -> D
     Raises ModelError for tensors that are missing, and for tensors that the layout does not know. Copies of the
     target's tensors are not read, nor is an input norm of the first layer, which has none."""
     source, config, rotary = _begin(file, target, ranks)
-    if config.hc_mult > 1:
-        head, ignored = load_hyper_eagle(source, config, rotary, target), ("embed_tokens.weight", "lm_head.weight")
-    else:
-        head, ignored = _eagle(source, config, rotary, target), ("lm_head.weight", "layers.0.input_layernorm.weight")
-    source.refuse_unknown(*ignored)
+    head = _eagle(source, config, rotary, target)
+    source.refuse_unknown("lm_head.weight", "layers.0.input_layernorm.weight")
     return head
 
 

@@ -59,7 +59,7 @@ class PagePool:
             self._owners[num_pages] = Owner.PADDING
         self._generations = np.zeros(num_pages + num_tails, np.int64) if generations is None else generations
         self._num_free = num_pages - 1
-        self._num_free_tails = max(0, num_tails - 1)
+        self._num_free_tails = self.num_usable_tails
 
     @property
     def num_free(self) -> int:
@@ -69,6 +69,11 @@ class PagePool:
     def num_usable(self) -> int:
         """All pages but the padding: the most that one request alone could get."""
         return self.num_pages - 1
+
+    @property
+    def num_usable_tails(self) -> int:
+        """All tail pages but their padding."""
+        return max(0, self.num_tails - 1)
 
     @property
     def num_free_tails(self) -> int:
@@ -97,8 +102,9 @@ class PagePool:
         """Take `n` tail pages likewise."""
         assert n >= 0 and owner in _HOLDERS, (n, owner)
         if n > self._num_free_tails:
-            num_usable = max(0, self.num_tails - 1)
-            raise OutOfPages(f"{n} tail pages were asked for and {self._num_free_tails} of {num_usable} are free")
+            raise OutOfPages(
+                f"{n} tail pages were asked for and {self._num_free_tails} of {self.num_usable_tails} are free"
+            )
         self._num_free_tails -= n
         return self._take(self._find_free(n, self.num_pages), owner)
 

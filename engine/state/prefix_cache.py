@@ -184,6 +184,13 @@ class PrefixCache:
                     self._use_tail(lease, node)
         return taken
 
+    def share_tails(self, lease: Lease, first: int, tails: Sequence[int], end: int) -> int:
+        """Give tail pages, as `give_tails`, up to the first page that has one. Return how many the cache took. The
+        request may read those that the lease pins."""
+        nodes = list(self._path(lease))[::-1][first:]
+        num_new = next((index for index, node in enumerate(nodes) if node.tail is not None), len(nodes))
+        return len(self.give_tails(lease, first, tails[:num_new], end))
+
     def exchange_tails(
         self, lease: Lease, first: int, tails: Sequence[int], owner: Owner, end: int | None = None
     ) -> list[int]:

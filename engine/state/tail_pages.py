@@ -110,6 +110,10 @@ class TailPages:
         """Return the pages of tokens whose tail pages `extend` takes to reach page `end` with `num_new` new ones."""
         return range(self.first, self.first + max(0, end - len(self.pages) - num_new))
 
+    def give_up(self, num_pages: int) -> None:
+        """Own the first `num_pages` no more. Steps may still read them."""
+        self.first += num_pages
+
     def replace(self, first: int, own: Sequence[int]) -> None:
         """Hold the tail pages `own` instead of those of the pages of tokens from `first` on, which nothing reads."""
         self.pages[first : first + len(own)] = [page - self.base for page in own]

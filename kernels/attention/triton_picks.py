@@ -4,11 +4,12 @@ the formulas.
 `paged_index_scores` reads each tile of keys once for all tokens of a program, and multiplies it with one token's heads
 after the other. So a score has one order of summation, whatever else the forward holds.
 
-`paged_picks` is a tournament: each program keeps the best of a run of slots, some more than are wanted, and further
-launches keep the best of those, until one program per row is left. A program holds its run in registers. It searches
-for the score from which on it keeps slots: it counts the scores above a point between two bounds, and the point becomes
-one of the bounds. Only the last program of a row needs the exact number. What is kept stays in the order of slots.
-There are no atomic operations.
+`paged_picks` of a long row takes three launches. One program per row finds a bound from a sample of its scores:
+somewhat more slots reach it than are wanted. Then many programs keep the slots that reach the bound, the candidates. At
+last one program per row holds all candidates in registers. It searches for the score from which on it takes slots: it
+counts the scores above a point between two bounds, and the point becomes one of the bounds. If there are too few or too
+many candidates, it reads the whole row instead, which is slow but gives the same choice. A short row needs the last
+launch alone. What is kept stays in the order of slots. There are no atomic operations.
 
 The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold all launches.
 """
@@ -43,8 +44,11 @@ _FEW = 8  # tokens per sequence: programs have one each, and keys that they shar
 _ROUND = _Tiles(1, 64, 5, 3)
 _PROMPT = _Tiles(16, 128, 3, 2)
 _SEQS = 32  # sequences that `tile_at` looks at in one step
-_WARPS = 8  # of a program of `paged_picks`
-_RUN = 16384  # slots that a program of `paged_picks` takes the best of
+_WARPS = 8  # of a program that searches for a score
+_NUM_PROGRAMS = 2  # that look for candidates, per multiprocessor
+_LEAST_PART = 2048  # slots of a program that looks for candidates
+_MOST = 4096  # candidates of a row, of a row's sample also the least number
+_ALL = 4  # times as many slots are all candidates
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))  # the key of a slot that is not to be taken
 
 
@@ -207,74 +211,149 @@ def paged_picks(
     assert num == len(tokens), (scores.shape, out.rows.shape)
     assert scores.is_contiguous() and out.rows.is_contiguous() and out.rows.dtype == out.counts.dtype == torch.int64
     ends, seqs = sight.ends[tokens.start : tokens.stop], sight.seqs[tokens.start : tokens.stop]
-    most = 2 * num_picks  # that a program keeps which is not the last
-    run = max(_RUN, 2 * triton.next_power_of_2(most))
-    assert run <= 1 << 15, f"{num_picks} picks are too many"  # engine/checkpoint refuses such models
-    left, length, slots = scores, num_slots, None
-    while length > run:
-        num_runs = triton.cdiv(length, run)
-        best = torch.empty((2, num, num_runs * most), dtype=torch.int32, device=scores.device)
-        _best_kernel[(num, num_runs)](
-            best[0], best[1], None, None, left, slots, ends, seqs, plan.block_table, length, num_picks, most,
-            plan.block_table.stride(0), PAGE_SIZE=page_size, RUN=run, num_warps=_WARPS,
-        )  # fmt: skip
-        (left, slots), length = best, num_runs * most
-    _best_kernel[(num, 1)](
-        None, None, out.rows[tokens.start :], out.counts[tokens.start :], left, slots, ends, seqs, plan.block_table,
-        length, num_picks, num_picks, plan.block_table.stride(0), PAGE_SIZE=page_size,
-        RUN=triton.next_power_of_2(length), num_warps=_WARPS,
+    most = max(_MOST, triton.next_power_of_2(num_picks + num_picks // 2))
+    assert most <= 1 << 14, f"{num_picks} picks are too many"  # engine/checkpoint refuses such models
+    slots = nums = None
+    run, num_parts, device = triton.next_power_of_2(num_slots), 0, scores.device
+    if num_slots > _ALL * most:
+        bounds = torch.empty((num,), dtype=torch.int32, device=device)
+        sample = min(max(run // 16, most), 1 << 15)
+        _bounds_kernel[(num,)](bounds, scores, ends, num_slots, num_picks, most, SAMPLE=sample, num_warps=_WARPS)
+        per_part = triton.cdiv(num_slots, max(1, _NUM_PROGRAMS * num_sms(device) // num))
+        part = min(max(triton.next_power_of_2(per_part), _LEAST_PART), most)
+        run, num_parts = most, triton.cdiv(num_slots, part)
+        slots = torch.empty((num, num_parts, part), dtype=torch.int32, device=device)
+        nums = torch.empty((num, num_parts), dtype=torch.int32, device=device)
+        _candidates_kernel[(num, num_parts)](slots, nums, scores, bounds, ends, num_slots, PART=part, num_warps=4)
+    _choice_kernel[(num,)](
+        out.rows[tokens.start :], out.counts[tokens.start :], scores, slots, nums, ends, seqs, plan.block_table,
+        num_slots, num_picks, num_parts, 0 if slots is None else slots.shape[2], plan.block_table.stride(0),
+        PAGE_SIZE=page_size, RUN=run, LEVELS=int(num_parts).bit_length(), num_warps=_WARPS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("length", "num_picks", "most", "table_stride"))
-def _best_kernel(
-    keys_ptr,  # [num_rows, num_programs(1), most] int32, written; None: rows are
-    places_ptr,  # [num_rows, num_programs(1), most] int32, the slots of the keys, written
-    rows_ptr,  # [num_rows, num_picks] int64, written; one program per row
+@triton.jit(do_not_specialize=("num_slots", "num_picks", "most"))
+def _bounds_kernel(
+    bounds_ptr,  # [num_rows] int32, keys, written
+    scores_ptr,  # [num_rows, num_slots] float32
+    ends_ptr,  # [num_rows] int32
+    num_slots,
+    num_picks,
+    most,  # candidates of a row that the choice can hold
+    SAMPLE: tl.constexpr,
+):
+    """Grid: (num_rows,). Write the key that somewhat more slots of a row reach than `num_picks`, if the row is like its
+    sample. A row of at most `most` slots gets the least key."""
+    row = tl.program_id(0)
+    end = tl.load(ends_ptr + row)
+    bound = _LEAST
+    if end > most:
+        spots = tl.arange(0, SAMPLE)
+        stride = tl.maximum(end // SAMPLE, 1).to(tl.uint32)  # a hash of the spot chooses one of as many slots
+        slots = spots.to(tl.int64) * end // SAMPLE + ((spots.to(tl.uint32) * 2654435761 >> 9) % stride).to(tl.int64)
+        wanted = num_picks * (SAMPLE / end)
+        least = (wanted + 4.5 * tl.sqrt(wanted)).to(tl.int32) + 4
+        keys = _keys(scores_ptr + row.to(tl.int64) * num_slots, slots.to(tl.int32), end)
+        bound = _threshold(keys, least, least + least // 16)
+    tl.store(bounds_ptr + row, bound)
+
+
+@triton.jit(do_not_specialize=("num_slots",))
+def _candidates_kernel(
+    slots_ptr,  # [num_rows, num_parts, PART] int32, written: the candidates of a part, in ascending order
+    nums_ptr,  # [num_rows, num_parts] int32, of candidates, written
+    scores_ptr,  # [num_rows, num_slots] float32
+    bounds_ptr,  # [num_rows] int32, keys
+    ends_ptr,  # [num_rows] int32
+    num_slots,
+    PART: tl.constexpr,
+):
+    """Grid: (num_rows, num_parts). Keep those of PART slots of a row whose keys reach its bound."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    place = row.to(tl.int64) * tl.num_programs(1) + part
+    end, bound = tl.load(ends_ptr + row), tl.load(bounds_ptr + row)
+    slots = part * PART + tl.arange(0, PART)
+    keys = _keys(scores_ptr + row.to(tl.int64) * num_slots, slots, end)
+    is_taken = ((keys >= bound) & (keys != _LEAST)).to(tl.int32)
+    tl.store(slots_ptr + place * PART + tl.cumsum(is_taken, 0) - 1, slots, mask=is_taken != 0)
+    tl.store(nums_ptr + place, tl.sum(is_taken, 0))
+
+
+@triton.jit(do_not_specialize=("num_slots", "num_picks", "num_parts", "part_size", "table_stride"))
+def _choice_kernel(
+    rows_ptr,  # [num_rows, num_picks] int64, written
     counts_ptr,  # [num_rows] int64, written
-    from_ptr,  # [num_rows, length] float32, scores; or int32, keys of `slots_ptr`
-    slots_ptr,  # [num_rows, length] int32, in ascending order; None: all slots
+    scores_ptr,  # [num_rows, num_slots] float32
+    slots_ptr,  # [num_rows, num_parts, part_size] int32, candidates; None: all slots
+    nums_ptr,  # [num_rows, num_parts] int32, of candidates
     ends_ptr,  # [num_rows] int32
     seqs_ptr,  # [num_rows] int32
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
-    length,
+    num_slots,
     num_picks,
-    most,
+    num_parts,
+    part_size,
     table_stride,
     PAGE_SIZE: tl.constexpr,
     RUN: tl.constexpr,
+    LEVELS: tl.constexpr,  # 2**LEVELS parts at most
 ):
-    """Grid: (num_rows, num_runs). Keep the best of RUN slots of a row, at least `num_picks` and at most `most` of them,
-    of equal ones the lowest slots."""
-    row, run = tl.program_id(0), tl.program_id(1)
-    places = run * RUN + tl.arange(0, RUN)
-    from_ptr += row.to(tl.int64) * length
+    """Grid: (num_rows,). Write the rows of the best `num_picks` slots of a row, of equal ones the lowest slots."""
+    row = tl.program_id(0)
+    end = tl.load(ends_ptr + row)
+    scores_ptr += row.to(tl.int64) * num_slots
+    rows_ptr += row.to(tl.int64) * num_picks
+    table_ptr += tl.load(seqs_ptr + row).to(tl.int64) * table_stride
+    places = tl.arange(0, RUN)
     if slots_ptr is None:
-        slots = places
-        keys = _keys(from_ptr, places, tl.load(ends_ptr + row))
+        slots, num, is_enough = places, end, True
     else:
-        slots = tl.load(slots_ptr + row.to(tl.int64) * length + places, mask=places < length, other=0)
-        keys = tl.load(from_ptr + places, mask=places < length, other=_LEAST)
-    threshold = _threshold(keys, num_picks, most)
+        parts = tl.arange(0, 2**LEVELS)
+        nums = tl.load(nums_ptr + row * num_parts + parts, mask=parts < num_parts, other=0)
+        num = tl.sum(nums, 0)
+        stops = tl.cumsum(nums, 0)
+        part = _part_of(places, stops, LEVELS)  # the part that the candidate of a place is from
+        first = (row.to(tl.int64) * num_parts + part) * part_size
+        behind = places - tl.gather(stops - nums, part, 0)
+        slots = tl.load(slots_ptr + first + behind, mask=places < num, other=0)
+        is_enough = (num <= RUN) & ((num >= num_picks) | (end <= RUN))
+    if is_enough:
+        keys = tl.where(places < num, _keys(scores_ptr, slots, end), _LEAST)
+        threshold = _threshold(keys, num_picks, num_picks)
+        num_above = tl.sum((keys > threshold).to(tl.int32), 0)
+        count, _ = _write(rows_ptr, table_ptr, keys, slots, threshold, 0, num_picks - num_above, PAGE_SIZE)
+    else:  # the row is not like its sample
+        threshold, num_above = _threshold_of_row(scores_ptr, end, num_picks, RUN)
+        count, num_level = 0, num_picks - num_above
+        for begin in range(0, end, RUN):
+            keys = _keys(scores_ptr, begin + places, end)
+            count, num_level = _write(rows_ptr, table_ptr, keys, begin + places, threshold, count, num_level, PAGE_SIZE)
+    tl.store(counts_ptr + row, count.to(tl.int64))
+
+
+@triton.jit
+def _part_of(places, stops, LEVELS: tl.constexpr):
+    """Return how many of the ascending numbers `stops` [2**LEVELS] are not above each place, without the last one."""
+    part = tl.zeros_like(places)
+    for level in tl.static_range(LEVELS):
+        step = 1 << (LEVELS - 1 - level)
+        part = tl.where(tl.gather(stops, part + (step - 1), 0) <= places, part + step, part)
+    return part
+
+
+@triton.jit
+def _write(rows_ptr, table_ptr, keys, slots, threshold, count, num_level, PAGE_SIZE: tl.constexpr):
+    """Write the rows of keys above the threshold, and of the first `num_level` keys equal to it, behind `count` rows.
+    Return how many rows there are then, and how many equal keys are left to write."""
     is_above, is_level = keys > threshold, (keys == threshold) & (keys != _LEAST)
-    needed = most - tl.sum(is_above.to(tl.int32), 0)
-    both = tl.cumsum(is_above.to(tl.int32) | (is_level.to(tl.int32) << 16), 0)  # RUN is at most 2^15
-    num_above, num_level = both & 65535, (both >> 16) & 65535
-    is_taken = is_above | (is_level & (num_level <= needed))
-    order = num_above + tl.minimum(num_level, needed) - 1
-    num_taken = tl.sum(is_taken.to(tl.int32), 0)
-    if keys_ptr is None:
-        tl.store(counts_ptr + row, num_taken.to(tl.int64))
-        table_ptr += tl.load(seqs_ptr + row).to(tl.int64) * table_stride
-        pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=is_taken, other=0)
-        rows_ptr += row.to(tl.int64) * num_picks
-        tl.store(rows_ptr + order, pages * PAGE_SIZE + slots % PAGE_SIZE, mask=is_taken)
-    else:
-        first = (row.to(tl.int64) * tl.num_programs(1) + run) * most
-        tl.store(keys_ptr + first + order, keys, mask=is_taken)
-        tl.store(places_ptr + first + order, slots, mask=is_taken)
-        behind = tl.arange(0, RUN)
-        tl.store(keys_ptr + first + behind, _LEAST, mask=(behind >= num_taken) & (behind < most))
+    both = tl.cumsum(is_above.to(tl.int32) | (is_level.to(tl.int32) << 16), 0)  # at most 2^15 keys
+    levels = (both >> 16) & 65535
+    is_taken = is_above | (is_level & (levels <= num_level))
+    order = count + (both & 65535) + tl.minimum(levels, num_level) - 1
+    pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=is_taken, other=0)
+    tl.store(rows_ptr + order, pages * PAGE_SIZE + slots % PAGE_SIZE, mask=is_taken)
+    levels_taken = tl.minimum(tl.sum(is_level.to(tl.int32), 0), num_level)
+    return count + tl.sum(is_above.to(tl.int32), 0) + levels_taken, num_level - levels_taken
 
 
 @triton.jit
@@ -295,6 +374,21 @@ def _threshold(keys, num_picks, most):
         high, num_high = tl.where(is_low, high, middle), tl.where(is_low, num_high, num)
         step += 1
     return low.to(tl.int32)
+
+
+@triton.jit
+def _threshold_of_row(scores_ptr, end, num_picks, RUN: tl.constexpr):
+    """Return the highest key that at least `num_picks` slots of a row reach, else _LEAST, and how many are above it."""
+    low, high, num_high = tl.full((), _LEAST, tl.int64), tl.full((), 2147483648, tl.int64), 0
+    while high - low > 1:
+        middle, num = (low + high) >> 1, 0
+        for begin in range(0, end, RUN):
+            keys = _keys(scores_ptr, begin + tl.arange(0, RUN), end)
+            num += tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
+        is_low = num >= num_picks
+        low, high = tl.where(is_low, middle, low), tl.where(is_low, high, middle)
+        num_high = tl.where(is_low, num_high, num)
+    return low.to(tl.int32), num_high
 
 
 @triton.jit

@@ -119,7 +119,7 @@ class Membership:
     ) -> None:
         """`rank_silences_s`: as of `HeartbeatThread`."""
         self._link = Link(router_address, hello.node_id, hello.epoch, keys)
-        load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
+        load = Load.of_idle(hello.capacity)
         self._heartbeat = HeartbeatThread(
             router_address, hello.node_id, hello.epoch, keys, load=load, rank_silences_s=rank_silences_s
         )

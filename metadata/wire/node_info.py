@@ -25,7 +25,7 @@ class KvPlane(Message, frozen=True):
     name: Name
     num_heads: Index
     head_dim: Index  # elements per token of a head
-    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
+    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "int64"]
     extra_bytes: Annotated[int, Meta(ge=0, le=4096)] = 0  # per token of a head, such as a scale
     alignment: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256] = 1  # of its blocks, bytes
 
@@ -131,7 +131,7 @@ class Peer(Message, frozen=True):
 
 
 class Capacity(Message, frozen=True):
-    """Fixed sizes of a node."""
+    """Fixed sizes of a node. A pool has more tail pages than any one request uses."""
 
     num_pages: Count  # pages that requests may use (padding excluded)
     page_size: Index
@@ -139,6 +139,7 @@ class Capacity(Message, frozen=True):
     num_ranks: Annotated[Index, Since(6)] = 1  # processes that share the node's model
     # more than 1 on nodes of protocol 6 alone: ranks that divide these pages and sequences; a request uses one
     num_pools: Annotated[Index, Since(6)] = 1
+    num_tails: Annotated[Count, Since(8)] = 0  # tail pages that requests may use; 0: the model has none
 
     @property
     def request_pages(self) -> int:
@@ -171,6 +172,12 @@ class Load(Message, frozen=True):
     prompt_rest_token_s: Annotated[Seconds, Since(6)] = 0.0  # per prompt token beyond them
     # the shares of each rank in free_pages and running, of nodes of protocol 6; empty: the node has one pool
     ranks: Annotated[tuple[RankLoad, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
+    free_tails: Annotated[Count, Since(8)] = 0  # tail pages, free or in the cache with no reference
+
+    @classmethod
+    def of_idle(cls, capacity: Capacity) -> Load:
+        """Return the load of a node that has no work yet."""
+        return cls(free_pages=capacity.num_pages, running=0, waiting=0, free_tails=capacity.num_tails)
 
     @property
     def room(self) -> int:

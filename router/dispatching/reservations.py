@@ -28,7 +28,7 @@ class Reservations:
         entry.attempt = attempt
         self._entries[request.rid, attempt.number] = entry
         num_pages = entry.need.local_pages if attempt.prefill is None else entry.need.decode_pages or 0
-        decode.reserve(request.rid, attempt.number, attempt.choices, num_pages)
+        decode.reserve(request.rid, attempt.number, attempt.choices, num_pages, entry.need.num_tails)
         return self._ask(request, attempt, decode, now)
 
     def get(self, rid: str, attempt: int) -> Entry | None:

@@ -176,6 +176,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
     ("ranks", "Ranks that share the node's model.", lambda node: node.hello.capacity.num_ranks),
     ("pages", "KV pages that requests may use.", lambda node: node.hello.capacity.num_pages),
     ("free_pages", "Pages free, or cached without a reference.", lambda node: node.load.free_pages),
+    ("tail_pages", "Tail pages that requests may use.", lambda node: node.hello.capacity.num_tails),
+    ("free_tail_pages", "Tail pages free, or cached without a reference.", lambda node: node.load.free_tails),
     ("running", "Requests that run.", lambda node: node.load.running),
     ("waiting", "Requests that wait on the node.", lambda node: node.load.waiting),
     ("tickets", "Handoffs that are open.", lambda node: node.load.tickets),

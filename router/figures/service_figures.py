@@ -137,8 +137,14 @@ def _kv_nodes(nodes: Iterable[Node]) -> list[Node]:
 
 
 def kv_usage(nodes: Iterable[Node]) -> float:
-    """Return the part of the KV pages in use on the decode nodes; on all nodes if none of them is a decode node."""
+    """Return the part of the KV pages in use on the decode nodes; on all nodes if none of them is a decode node.
+    Of kept pages and tail pages, return the larger part."""
     nodes = _kv_nodes(nodes)
-    num_pages = sum(node.hello.capacity.num_pages for node in nodes)
-    num_free = sum(node.load.free_pages for node in nodes)
+    kept = _used(sum(node.hello.capacity.num_pages for node in nodes), sum(node.load.free_pages for node in nodes))
+    return max(
+        kept, _used(sum(node.hello.capacity.num_tails for node in nodes), sum(node.load.free_tails for node in nodes))
+    )
+
+
+def _used(num_pages: int, num_free: int) -> float:
     return min(1.0, max(0.0, 1.0 - num_free / num_pages)) if num_pages else 0.0

@@ -54,13 +54,15 @@ class _Prompt(NamedTuple):
 
 
 class _Held:
-    """Choices of one attempt that a decode node was asked for. `pledge` counts pages per choice until it answers."""
+    """Choices of one attempt that a decode node was asked for. Until it answers, `pledge` counts pages per choice, and
+    `tails` tail pages."""
 
-    __slots__ = ("choices", "pledge")
+    __slots__ = ("choices", "pledge", "tails")
 
-    def __init__(self, choices: set[int], pledge: int) -> None:
+    def __init__(self, choices: set[int], pledge: int, tails: int) -> None:
         self.choices = choices
         self.pledge = pledge
+        self.tails = tails
 
 
 class Node:
@@ -85,6 +87,7 @@ class Node:
         "_load",
         "_num_units",
         "_pledged_pages",
+        "_pledged_tails",
         "_prompts",
         "_refused_at_room",
         "_reported_at",
@@ -110,7 +113,7 @@ class Node:
         self.protocol = agreed(self.protocols) or PROTOCOL_MIN  # in which it is addressed
         self.group = group
         self.joined_at = now
-        self._load = Load(free_pages=hello.capacity.num_pages, running=0, waiting=0)
+        self._load = Load.of_idle(hello.capacity)
         self._beat: Heartbeat | None = None
         self._last_seen = self._welcomed_at = self._reported_at = now
         self._is_leaving = False
@@ -121,7 +124,7 @@ class Node:
         self._prompts: dict[tuple[str, int], _Prompt] = {}
         self._held: dict[tuple[str, int], _Held] = {}
         self._num_units = 0
-        self._pledged_pages = 0
+        self._pledged_pages = self._pledged_tails = 0
         self._full_since: float | None = None
         self._refused_at_room = 0
 
@@ -282,6 +285,11 @@ class Node:
             return self._load.free_pages - self._pledged_pages
         return largest_room(pools, (held.pledge * len(held.choices) for held in self._held.values() if held.pledge))
 
+    def room_for(self, num_tails: int) -> int:
+        """Return the most free pages that one request can get there, if it needs so many tail pages, too: 0 if these
+        are not free."""
+        return self.room if num_tails <= self._load.free_tails - self._pledged_tails else 0
+
     @property
     def is_empty(self) -> bool:
         """Whether neither the router nor the node itself knows of any work on the node."""
@@ -290,27 +298,29 @@ class Node:
     @property
     def holds_nothing(self) -> bool:
         """Whether the books show no work on the node."""
-        return not (self._held or self._prompts or self._num_units or self._pledged_pages)
+        return not (self._held or self._prompts or self._num_units or self._pledged_pages or self._pledged_tails)
 
     def units_of(self, rid: str, attempt: int) -> frozenset[int]:
         """Choices of an attempt that the books hold."""
         held = self._held.get((rid, attempt))
         return frozenset(held.choices) if held is not None else frozenset()
 
-    def reserve(self, rid: str, attempt: int, choices: Iterable[int], pages_per_choice: int) -> None:
-        """The node is asked for these choices, each with so many pages."""
+    def reserve(
+        self, rid: str, attempt: int, choices: Iterable[int], pages_per_choice: int, tails_per_choice: int = 0
+    ) -> None:
+        """The node is asked for these choices, each with so many pages and tail pages."""
         assert (rid, attempt) not in self._held, (self.node_id, rid, attempt)
-        held = self._held[rid, attempt] = _Held(set(choices), pages_per_choice)
+        held = self._held[rid, attempt] = _Held(set(choices), pages_per_choice, tails_per_choice)
         self._num_units += len(held.choices)
-        self._pledged_pages += pages_per_choice * len(held.choices)
+        self._pledge(held, len(held.choices))
 
     def grant(self, rid: str, attempt: int, choices: Iterable[int]) -> None:
         """The node answered a reservation: it holds these choices, and its own figures count their pages."""
         held = self._held.get((rid, attempt))
         if held is None:
             return
-        self._pledged_pages -= held.pledge * len(held.choices)
-        held.pledge = 0
+        self._pledge(held, -len(held.choices))
+        held.pledge = held.tails = 0
         self.release(rid, attempt, held.choices.difference(choices))
 
     def refuse(self, now: float) -> None:
@@ -335,10 +345,15 @@ class Node:
         gone = held.choices.intersection(choices)
         held.choices -= gone
         self._num_units -= len(gone)
-        self._pledged_pages -= held.pledge * len(gone)
+        self._pledge(held, -len(gone))
         if not held.choices:
             del self._held[rid, attempt]
             self.end_prompt(rid, attempt)
+
+    def _pledge(self, held: _Held, num_choices: int) -> None:
+        """Add the pages of so many choices to those that the node has not answered for."""
+        self._pledged_pages += held.pledge * num_choices
+        self._pledged_tails += held.tails * num_choices
 
     # Books of a node that computes prompts
 

@@ -243,7 +243,7 @@ class Placement:
             node.load.has_prompt_room,
             node.num_units,
             node.max_running,
-            0 if node.is_full(now) else node.room,
+            0 if node.is_full(now) else node.room_for(entry.need.num_tails),
             entry.need.local_pages,
             entry.request.group.errors["local"].factor(now),
             self._decode_sessions.node_of(entry.request.session) == node.routing_id,
@@ -286,7 +286,13 @@ class Placement:
             nodes = fresh or nodes
         last = self._decode_sessions.node_of(entry.request.session)
         figures = [
-            DecodeFigures(each.room, each.num_units, each.max_running, each.is_full(now), each.routing_id == last)
+            DecodeFigures(
+                each.room_for(entry.need.num_tails),
+                each.num_units,
+                each.max_running,
+                each.is_full(now),
+                each.routing_id == last,
+            )
             for each in nodes
         ]
         num_pages = entry.need.decode_pages or 0

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 
 from ...metadata.errors import BatonError
-from ...metadata.handoff.schema.schema import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages
+from ...metadata.handoff.schema.schema import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages, tail_pages
 from ...metadata.wire.protocol import PROTOCOL_MIN, fields_since
 from ...metadata.wire.request import (
     Ended,
@@ -594,6 +594,7 @@ class Need(NamedTuple):
     decode_pages: int | None  # None: no decode node is needed
     context_len: int  # tokens of the prompt and of the longest output
     local_pages: int = 0  # on a decode node that computes the prompt itself
+    num_tails: int = 0  # tail pages that a decode node needs beside either
     protocol: int = PROTOCOL_MIN  # nodes of an older one would ignore a part of the request
 
     @classmethod
@@ -607,9 +608,10 @@ class Need(NamedTuple):
         if prompt_len == request.group.context_len and request.params.max_tokens == 1:
             context_len = prompt_len  # a prompt that is scored alone fills the context
         reserved_len = decode_len(num_tokens, PLAIN_ROUNDS_LEN, context_len)
-        num_pages = pages_of(reserved_len, page_size)
+        num_pages, tails = pages_of(reserved_len, page_size), tail_pages(layout, num_tokens)
+        num_tails = num_pages - tails.start if tails else 0
         protocol = PROTOCOL_MIN if request.params.grammar is None else GRAMMAR_PROTOCOL
-        return cls(one, two - one, num_pages if needs_decode else None, context_len, num_pages, protocol)
+        return cls(one, two - one, num_pages if needs_decode else None, context_len, num_pages, num_tails, protocol)
 
     def fits_prefill(self, node: Node) -> bool:
         """Whether this prefill node could compute it when idle."""

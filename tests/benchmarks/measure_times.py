@@ -17,26 +17,37 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, JointPoint, RoundPoint, Times, read
-from baton.engine.config import MEMORY_SHARE
+from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.config import MEMORY_SHARE, EngineConfig
+from baton.engine.state.pages import pages_in
+from baton.engine.state.tail_pages import most_tails, tails_beside
+from baton.metadata.handoff.schema.schema import make_schema, page_bytes, tail_window
 
 HERE = Path(__file__).parent
 LENGTHS = (64, 1024, 8192)  # tokens of the prompts that are handed over
 PARTS = ("decode", "mixed", "prefill", "small-prompts", "turns", "joint")  # of bench_gpu.py
 CHUNK, CONTEXT, GENERATED = 8192, 1024, 64  # tokens of chunks, and of sequences in bench_gpu.py
+_NUM_NEW = 3  # tokens of two rounds without drafts, and the one before
 WORKING_BYTES = 3 << 30  # of a node: graphs, working memory, the CUDA context
 
 
-def times_of(
-    engine: Mapping[str, Any], systems: Mapping[int, Mapping[str, Any]], config: Mapping[str, Any], pool_tokens: int
-) -> Times:
-    """Return the times in a report of bench_gpu.py, and in one row of bench_system.py for each prompt length.
+class Pool(NamedTuple):
+    """The memory of a node, as `Times` has it."""
 
-    `config`: the model's config.json."""
+    tokens: int
+    tail_sequences: int | None
+
+
+def times_of(
+    engine: Mapping[str, Any], systems: Mapping[int, Mapping[str, Any]], context_len: int, pool: Pool
+) -> Times:
+    """Return the times in a report of bench_gpu.py, and in one row of bench_system.py for each prompt length."""
     context = CONTEXT + GENERATED
     rounds = [RoundPoint(row["batch"], context, row["step_ms"]) for row in engine["decode"]]
     rounds += [
@@ -71,8 +82,9 @@ def times_of(
             f"handoffs, router_ms: tests/benchmarks/serving/bench_system.py, one stream, nodes on one GPU, {about}",
             f"pool_tokens: estimated, {MEMORY_SHARE} of the GPU without weights and {WORKING_BYTES >> 30} GiB",
         ),
-        context_len=config["max_position_embeddings"],
-        pool_tokens=pool_tokens,
+        context_len=context_len,
+        pool_tokens=pool.tokens,
+        tail_sequences=pool.tail_sequences,
         router_ms=max(0.0, routers[len(routers) // 2]) if routers else 0.0,
         rounds=tuple(rounds),
         chunks=tuple(chunks),
@@ -81,12 +93,19 @@ def times_of(
     )
 
 
-def pool_tokens(gpu_bytes: int, weight_bytes: int, config: Mapping[str, Any]) -> int:
-    """Return an estimate of the tokens whose KV a node holds in bfloat16."""
-    num_heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    token_bytes = 2 * 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", num_heads) * head_dim
-    return max(1, int(MEMORY_SHARE * gpu_bytes - weight_bytes - WORKING_BYTES) // token_bytes)
+def pool_of(gpu_bytes: int, weight_bytes: int, model: ModelConfig) -> Pool:
+    """Return an estimate of what a node holds in bfloat16, without drafts."""
+    page_size, num_bytes = EngineConfig().page_size, int(MEMORY_SHARE * gpu_bytes - weight_bytes - WORKING_BYTES)
+    schema = make_schema(model.with_tail().pool("bfloat16", page_size=page_size), None, page_size)
+    kept, tail, window = page_bytes(schema), page_bytes(schema, of_tails=True), tail_window(schema)
+    settings = {"num_new": _NUM_NEW, "chunk_len": CHUNK, "max_running": EngineConfig().max_running}
+
+    def num_tails(num_pages: int) -> int:
+        return tails_beside(num_pages, window, page_size, **settings, relative_size=tail / kept) if window else 0
+
+    num_pages = pages_in(max(0, num_bytes), lambda num: num * kept + num_tails(num) * tail)
+    of_one = most_tails(window, _NUM_NEW, page_size)
+    return Pool(max(1, num_pages * page_size), max(1, num_tails(num_pages) // of_one) if window else None)
 
 
 def _run(script: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
@@ -103,9 +122,9 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("times are measured on a CUDA GPU, and torch finds none here")
-    config = json.loads((options.model / "config.json").read_text())
+    config = read_model_config(options.model)
     weight_bytes = sum(path.stat().st_size for path in options.model.glob("*.safetensors"))
-    num_tokens = pool_tokens(torch.cuda.get_device_properties(0).total_memory, weight_bytes, config)
+    pool = pool_of(torch.cuda.get_device_properties(0).total_memory, weight_bytes, config)
     with tempfile.TemporaryDirectory() as directory:
         out, model = Path(directory) / "report.json", ["--model", str(options.model)]
         engine = _run("bench_gpu.py", [*model, "--only", *PARTS], out)
@@ -113,7 +132,7 @@ def main() -> None:
         for tokens in LENGTHS:
             load = ["--streams", "1", "--prompt-len", str(tokens), "--tokens", "2", "--rounds", "15"]
             systems[tokens] = _run("serving/bench_system.py", [*model, *load], out)["system"][0]
-    times = times_of(engine, systems, config, num_tokens)
+    times = times_of(engine, systems, config.context_len, pool)
     options.out.write_bytes(msgspec.json.format(msgspec.json.encode(times), indent=2) + b"\n")
     read(options.out)
     print(f"wrote {options.out}; use it: baton plan --model {options.out} ...")

@@ -7,17 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from measure_times import pool_tokens, times_of
+from measure_times import Pool, pool_of, times_of
+from published_configs import PUBLISHED, write_config
 
 from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, JointPoint, RoundPoint, read
+from baton.engine.checkpoint.read_config import read_model_config
 
-LLAMA = {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "max_position_embeddings": 131072,
-}
 ENGINE: dict[str, Any] = {
     "model": "8b",
     "dtype": "bfloat16",
@@ -43,7 +38,7 @@ SYSTEMS = {64: {"ttft_ms_p50": 9.0, "itl_ms_p50": 6.0}, 1024: {"ttft_ms_p50": 29
 
 
 def test_reports_become_times(tmp_path: Path) -> None:
-    times = times_of(ENGINE, SYSTEMS, LLAMA, 1000)
+    times = times_of(ENGINE, SYSTEMS, 131072, Pool(1000, 7))
     assert times.rounds == (RoundPoint(1, 1088, 4.0), RoundPoint(8, 1088, 4.5), RoundPoint(1, 15424, 4.5))
     assert times.chunks == (
         ChunkPoint(64, 5.0),
@@ -55,10 +50,20 @@ def test_reports_become_times(tmp_path: Path) -> None:
     assert times.handoffs == (HandoffPoint(64, 2.0), HandoffPoint(1024, 5.0)) and times.router_ms == 5.0
     assert times.joints == (JointPoint(8, 64, 0.5),)
     assert "c1" in times.sources[0] and times.context_len == 131072
+    assert (times.pool_tokens, times.tail_sequences) == (1000, 7)
     (tmp_path / "t.json").write_bytes(msgspec.json.encode(times))
     assert read(tmp_path / "t.json") == times
 
 
-def test_the_pool_holds_what_weights_and_work_leave() -> None:
-    assert pool_tokens(100 << 30, 16 << 30, LLAMA) == pytest.approx((90 - 16 - 3) * (1 << 13), rel=1e-3)
-    assert pool_tokens(1 << 30, 16 << 30, LLAMA) == 1
+def test_the_pool_holds_what_weights_and_work_leave(tmp_path: Path) -> None:
+    llama = read_model_config(write_config(tmp_path, PUBLISHED["Llama-3.1-8B"]))
+    assert pool_of(100 << 30, 16 << 30, llama) == Pool(pytest.approx((90 - 16 - 3) * (1 << 13), rel=1e-3), None)
+    assert pool_of(1 << 30, 16 << 30, llama) == Pool(1, None)
+
+
+def test_the_pool_of_gpt_oss_holds_more_tokens_with_tail_pages(tmp_path: Path) -> None:
+    """Half of its layers see a window. Without tail pages a token takes 48 KiB."""
+    pool = pool_of(80 << 30, 14 << 30, read_model_config(write_config(tmp_path, PUBLISHED["gpt-oss-20b"])))
+    without = ((72 - 14 - 3) << 30) // (48 << 10)
+    assert 1.5 < pool.tokens / without < 1.7
+    assert pool.tail_sequences is not None and pool.tail_sequences > 1000

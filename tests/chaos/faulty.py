@@ -375,8 +375,9 @@ def _flipped(transport: Any, landed: Any, rng: random.Random) -> Any:
     page, device = landed.move.target, getattr(transport, "device", None)
     if device is not None:
         device.store([page])
-    parts = [(pool.pages, part.spans) for pool, part in zip(transport.memory, transport.part.pools, strict=True)]
-    pages, spans = rng.choice([each for each in parts if each[1]])
+    parts = zip(transport.memory, transport.part.pools, strict=True)
+    pool, spans = rng.choice([(pool, part.spans) for pool, part in parts if part.spans and pool.holds(page)])
+    pages, page = pool.pages, page - pool.first
     _, start, num_bytes = rng.choice(spans)
     pages[rng.randrange(pages.shape[0]), page, start + rng.randrange(num_bytes)] ^= 1 << rng.randrange(8)
     return landed if device is None else landed._replace(checksums=device.load([page])[0])

@@ -27,6 +27,7 @@ from streams import Known  # noqa: E402
 
 from baton.router.text.grammar import Grammar, GrammarSource, converted  # noqa: E402
 
+WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1}
 CONTEXT = 0.5  # factor of the attention and MLP output of each layer; 0: only the last token counts
 ALGORITHMS = ("none", "ngram", "eagle", "eagle3", "mtp3", "standalone", "frozen-kv-mtp")
 BOUND: dict[str, dict[str, Any]] = {  # structured_outputs of requests by name
@@ -60,11 +61,13 @@ def bound_asks(target: Path) -> list[Ask]:
     ]
 
 
-def make_target(directory: Path) -> Path:
-    """Return the target's directory. Writes the target if it is not there."""
+def make_target(directory: Path, *, has_tails: bool = False) -> Path:
+    """Return the target's directory. Writes the target if it is not there. `has_tails`: its second layer sees a window,
+    and so has tail pages."""
     target = directory / "target"
     if not target.exists():
-        drafters.make_bigram(make_checkpoint(directory / "random"), target, CONTEXT)
+        family, window = ("qwen2", WINDOW) if has_tails else ("llama", {})
+        drafters.make_bigram(make_checkpoint(directory / "random", family, **window), target, CONTEXT)
     return target
 
 

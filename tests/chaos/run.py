@@ -86,7 +86,7 @@ def _paused(scenarios: Iterable[Scenario], pause_file: Path | None) -> Iterator[
 
 
 def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, out, ranks) -> None:
-    target = make_target(models)
+    target = make_target(models, has_tails=True)
     answers = known_answers(target)
     rng = random.Random(seed * 1000 + number)
     transport = rng.choice(("local", "zmq"))

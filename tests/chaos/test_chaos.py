@@ -1,4 +1,5 @@
-"""A few fault scenarios in a cluster that speculates: every stream ends with the tokens of a run without faults.
+"""A few fault scenarios in a cluster that speculates, and whose target has tail pages: every stream ends with the
+tokens of a run without faults.
 
 `python tests/chaos/run.py --minutes N --seed S` runs many more, with all algorithms.
 """
@@ -67,7 +68,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("model"))
+    return make_target(tmp_path_factory.mktemp("model"), has_tails=True)
 
 
 @pytest.fixture(scope="module")

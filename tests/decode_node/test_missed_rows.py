@@ -11,7 +11,7 @@ from typing import Any
 import drafters
 import pytest
 import torch
-from heads import ALGORITHM, HYPER, HYPER_LAYERED, write_head
+from heads import ALGORITHM, write_head
 from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps, has_generated, start_together
 from node_pair import NodePair, node_pairs, params
 from solo import gather
@@ -33,8 +33,6 @@ STEPS = {
     "mtp3-deepseek": 3,
     "mtp3-mimo": 3,
     "frozen-kv-mtp": 5,
-    HYPER: 5,
-    HYPER_LAYERED: 3,
 }
 SCHEDULES = {
     "catches up": (5, 0, 0, 5, 1, 0, 5, 0, 0, 0, 1, 2),
@@ -217,10 +215,10 @@ def flush(pair: NodePair) -> None:
     pair.decode.cache.flush()
 
 
-WITH_KV = ("standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo", HYPER, HYPER_LAYERED)
+WITH_KV = ("standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo")
 
 
-HOLES = thinned(WITH_KV, lambda i, name: name in ("standalone", "eagle3", "mtp3-mimo", HYPER_LAYERED))
+HOLES = thinned(WITH_KV, lambda i, name: name in ("standalone", "eagle3", "mtp3-mimo"))
 
 
 @pytest.mark.parametrize("name", HOLES)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import target_of
-from heads import HYPER_LAYERED, LAYERED, write_head
+from heads import LAYERED, write_head
 from matrix import rounds_paused
 from node_pair import NodePair, node_pairs, params
 from plain_heads import PlainHead
@@ -135,7 +135,7 @@ def make_checked(checkpoint: Callable[..., Path], tmp_path: Path) -> Iterator[Ma
 
 
 @pytest.mark.parametrize(  # tests/seeds/test_s6_chunk_tails.py has more
-    ("kind", "chunk_tokens"), thinned(itertools.product((*LAYERED, HYPER_LAYERED), (1, 3, 5)), lambda i, *_: i % 4 == 0)
+    ("kind", "chunk_tokens"), thinned(itertools.product(LAYERED, (1, 3, 5)), lambda i, *_: i % 4 == 0)
 )
 def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
     kind: str, chunk_tokens: int, make_checked: MakeChecked
@@ -150,7 +150,7 @@ def test_layers_equal_a_recompute_after_handoff_and_partial_acceptance(
 
 
 @pytest.mark.parametrize(
-    ("kind", "page_size"), thinned(itertools.product((*LAYERED, HYPER_LAYERED), (1, 2, 4)), lambda i, *_: i % 4 == 0)
+    ("kind", "page_size"), thinned(itertools.product(LAYERED, (1, 2, 4)), lambda i, *_: i % 4 == 0)
 )
 def test_layers_equal_a_recompute_after_preemption(kind: str, page_size: int, make_checked: MakeChecked) -> None:
     checked = make_checked(kind, {"num_pages": 1 + 100 // page_size}, page_size=page_size)
@@ -218,7 +218,7 @@ DEFECTS = (
 
 
 @pytest.mark.parametrize(  # each defect in one kind
-    ("kind", "defect"), every(itertools.product((*LAYERED, HYPER_LAYERED), DEFECTS), 3)
+    ("kind", "defect"), every(itertools.product(LAYERED, DEFECTS), 3)
 )
 def test_a_recompute_catches_each_known_defect(
     kind: str, defect: Callable[[Checked], None], make_checked: MakeChecked, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heads import ALGORITHM, HYPER_FROZEN, HYPER_LAYERED, HYPERS, KINDS, LAYERED, write_head
+from drafters import STREAM_MTP, target_of
+from heads import ALGORITHM, KINDS, LAYERED, write_head
 from matrix import rounds_paused
 from node_pair import NodePair, node_pairs, params
 from thinned import thinned
@@ -61,24 +62,21 @@ def generate(
     }
 
 
-NAMES = ("ngram", "standalone", *KINDS, *LAYERED, *HYPERS)
-
-
-def target(name: str, checkpoint: Callable[..., Path]) -> Path:
-    """Return the model that the drafter `name` is for."""
-    return checkpoint("hyper_llama" if name in HYPERS else "llama")
+NAMES = ("ngram", "standalone", *KINDS, *LAYERED, STREAM_MTP)
 
 
 def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
     """Return the settings of both nodes. The heads are random, so almost every draft is rejected."""
     if name == "ngram":
         return {"speculative": "ngram", "draft_steps": 3}
+    if name == STREAM_MTP:
+        return {"speculative": "mtp", "draft_steps": 4}
     if name == "standalone":
         draft = checkpoint("llama", hidden_size=32, num_hidden_layers=1)
         return {"speculative": "standalone", "draft_model": str(draft), "draft_steps": 4}
-    changes = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp", HYPER_FROZEN) else {}  # unlike the target's
+    changes = {"hidden_size": 24} if name in ("eagle3", "frozen-kv-mtp") else {}  # unlike the target's
     head = write_head(tmp_path / name, name, model, **changes)
-    steps = 3 if name in (*LAYERED, HYPER_LAYERED) else 4
+    steps = 3 if name in LAYERED else 4
     return {"speculative": ALGORITHM[name], "draft_model": str(head), "draft_steps": steps}
 
 
@@ -89,7 +87,7 @@ def drafter(name: str, model: Path, checkpoint: Callable[..., Path], tmp_path: P
 def test_output_is_that_of_speculation_off(
     name: str, transport: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:
-    model = target(name, checkpoint)
+    model = target_of(name, checkpoint)
     plain = plain_of(model)
     pair = make_pair(model, transport=transport, **drafter(name, model, checkpoint, tmp_path))
     assert generate(pair) == plain
@@ -100,7 +98,7 @@ def test_output_is_that_of_speculation_off(
 def test_preemption_changes_no_token(
     name: str, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
 ) -> None:
-    model = target(name, checkpoint)
+    model = target_of(name, checkpoint)
     plain = plain_of(model)
     tight = make_pair(model, decode={"num_pages": 26}, **drafter(name, model, checkpoint, tmp_path))
     assert generate(tight, waits_until_full=True) == plain

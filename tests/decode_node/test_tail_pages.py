@@ -177,6 +177,7 @@ def test_tail_pages_alone_bound_how_many_sequences_run(
         most = max(most, len(pair.decode.scheduler.running) + len(pair.decode.scheduler.reserved))
         assert pair.decode.cache.pool.num_free > 100
     assert most == 4, "each holds three of twelve"
+    assert pair.hellos["decode"].capacity.num_tails == pair.decode.load().free_tails == 13
     for index in range(6):
         ids = prompt(40, index + 1)
         reference.assert_greedy(ids, pair.results[str(index), 0].ids, reference.generate(ids, 20))
@@ -225,8 +226,10 @@ def test_three_choices_and_a_request_that_moved_have_the_text_of_each_alone(
     make_pair: Callable[..., NodePair],
 ) -> None:
     pair, asked, ids = make_pair(), params(9, temperature=1.0, seed=3), prompt(30)
-    for is_local in (False, True):
-        pair.submit(f"three {is_local}", ids, asked, n=3, is_local=is_local)
+    pair.submit("three True", ids, asked, n=3, is_local=True)
+    pair.run()
+    assert pair.decode.stats().computed_tokens == 29 + 1 + 1, "the others compute what is behind the last whole page"
+    pair.submit("three False", ids, asked, n=3)
     pair.submit("alone", ids, asked)
     results = pair.run()
     texts = [results["three False", choice].ids for choice in range(3)]

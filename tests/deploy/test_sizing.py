@@ -70,9 +70,23 @@ def test_the_answer_in_words(times: str, capsys: pytest.CaptureFixture[str]) -> 
     rows = [line for line in text.splitlines() if line[:1].isdigit()]
     assert [row.split()[:2] for row in rows] == [["0P2D", "always"], ["1P1D", "never"], ["1P1D", "auto"]]
     assert sum("<- best" in row for row in rows) == 1
+    assert "a node holds 100,000 tokens of context\n" in text
     assert "`baton up --model DIR --prefill " in text
     assert "Compared with two runs, its ttft p50 was off by up to 25% and its tpot p99 by up to 10%." in text
     assert "If all times are longer by as much" in text and "If all times are shorter" in text
+
+
+def test_a_node_with_tail_pages_runs_as_many_sequences_as_have_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, goodputs = tmp_path / "t.json", list[float]()
+    for num in (1, 64):
+        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(TIMES, tail_sequences=num)))
+        assert cli.main(["plan", "--gpus", "1", "--model", str(path), *LOAD]) == 0
+        text = capsys.readouterr().out
+        assert f"a node holds 100,000 tokens of context, and the tail pages of {num} sequences" in text
+        goodputs.append(float(re.findall(r"^0P1D always +(\S+)", text, re.M)[0]))
+    assert goodputs[0] < goodputs[1]
 
 
 def test_a_long_simulation_says_how_far_it_is(

@@ -29,7 +29,7 @@ from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 
-PROMPTS = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 12, 3, 90, 150, 41))]
+PROMPTS = [random.Random(i).choices(range(512), k=num) for i, num in enumerate((7, 12, 3, 90, 150, 41))]
 NUM_RUNNING = 3  # the prompts after these are computed beside rounds
 CHUNKS = (1, 15, 16, 17, 64)
 ASKED = [PARAMS[0], PARAMS[1] | {"grammar": LETTERS}, PARAMS[2]]

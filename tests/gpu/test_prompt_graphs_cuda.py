@@ -134,7 +134,7 @@ def test_graphs_bring_what_direct_calls_bring(
     check(make_engine(model, dtype), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "hyper-eagle"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle"])
 def test_states_for_a_drafter(name: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = target_of(name, checkpoint, max_position_embeddings=2048)
     engine = make_engine(model, **settings(name, model, tmp_path))

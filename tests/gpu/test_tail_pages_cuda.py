@@ -80,7 +80,7 @@ def test_rounds_in_graphs_bring_what_direct_calls_bring(shape: dict[str, int], m
     drafting = {"speculative": "eagle", "draft_model": str(write_head(tmp_path, "eagle", model)), **shape}
 
     def run(solo: Solo) -> list[list[int]]:
-        prompts = [[random.Random(i).randrange(512) for _ in range(num)] for i, num in enumerate((7, 22, 40))]
+        prompts = [random.Random(i).choices(range(512), k=num) for i, num in enumerate((7, 22, 40))]
         sequences = [solo.start(prompt, params(60, seed=i)) for i, prompt in enumerate(prompts)]
         for turn in range(12):
             solo.round([sequences[i] for i in ((0, 1), (2,), (0,), (1, 2))[turn % 4]], solo.rounds.shape.num_steps)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import drafters
 import pytest
 from drawn_places import Place
-from heads import ALGORITHM, HYPER, HYPERS
+from heads import ALGORITHM
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from node_pair import node_pairs
 from thinned import is_whole
@@ -47,7 +47,7 @@ CASES = (
     Case("standalone", 1, SHARED, 1, 3, "mixed"),
     Case("frozen-kv-mtp", 3, THREE, 1, 3, "mixed"),
     Case("eagle3", 1, TWO, 2, 1, "remote"),
-    Case(HYPER, 2, TWO, 1, 2, "mixed"),
+    Case(drafters.STREAM_MTP, 1, {}, 1, 2, "mixed"),
 )[slice(None) if is_whole() else slice(1, 3)]
 
 
@@ -57,12 +57,12 @@ def plain(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
     @functools.cache
     def get(name: str, config: tuple[tuple[str, int], ...]) -> tuple[Path, Plain]:
-        model = checkpoint("hyper_llama" if name in HYPERS else "llama", **dict(config))
-        if name not in HYPERS:
+        model = drafters.target_of(name, checkpoint, **dict(config))
+        if name != drafters.STREAM_MTP:
             model = drafters.make_bigram(model, tmp_path_factory.mktemp("model") / "target", 0.5)
         return model, Plain.of(model)
 
-    return lambda case: get(case.drafter if case.drafter in HYPERS else "", tuple(case.config.items()))
+    return lambda case: get(case.drafter if case.drafter == drafters.STREAM_MTP else "", tuple(case.config.items()))
 
 
 def settings_of(case: Case, model: Path, directory: Path) -> dict[str, Any]:

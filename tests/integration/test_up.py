@@ -20,10 +20,11 @@ from typing import Any
 import psutil
 import pytest
 from cluster import free_port, wait_until
-from thinned import is_whole, thinned
+from thinned import thinned
 
 BATON = [sys.executable, "-P", "-m", "baton.deploy.cli"]
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
+DEMO_DRAFTS = "eagle, 5 steps, drafter eagle/"
 READY_S = 60
 
 
@@ -100,8 +101,9 @@ def running(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
 
 
 @pytest.mark.timing
-def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -> None:
-    with up(tmp_path, model_dir) as running:
+def test_up_answers_drafts_by_default_and_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    with up(tmp_path, DEMO, "--no-draft-adaptive") as running:
+        text_of_demo(running, DEMO_DRAFTS, is_speculated=True)
         family = running.family()
         assert len(family) == 3
         said = running.said
@@ -133,28 +135,36 @@ def test_up_answers_and_ctrl_c_leaves_nothing(tmp_path: Path, model_dir: Path) -
             probe.bind(("127.0.0.1", running.port))
 
 
-def test_the_demo_model_speculates_by_default(tmp_path: Path) -> None:
-    body = {"model": "demo", "prompt": "def main(", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    texts = []
+@pytest.mark.whole
+def test_the_demo_model_has_the_same_text_without_speculation(tmp_path: Path) -> None:
+    texts = []  # test_speculation.py compares them in the gate
     for flags, words, is_speculated in (
-        (["--no-draft-adaptive"], "eagle, 5 steps, drafter eagle/", True),
+        (["--no-draft-adaptive"], DEMO_DRAFTS, True),
         (["--speculative", "none"], "none", False),
-    )[: 2 if is_whole() else 1]:  # test_speculation.py compares the texts in the gate
+    ):
         with up(tmp_path, DEMO, *flags) as running:
-            assert f"\nspeculation: {words}\n" in f"\n{running.said}"
-            for node in ("prefill-0", "decode-0"):
-                log = (running.run_dir / f"{node}.log").read_text()
-                assert f"speculation: {words}\n" in log, log
-            answer = running.request("POST", "/v1/completions", body)[1]
-            num_accepted = answer["usage"].get("speculation", {}).get("accepted_tokens", 0)
-            assert (num_accepted > 0) is is_speculated, answer
-            texts.append(answer["choices"][0]["text"])
-            drafts = streamed_drafts(running.port, body)
-            assert "".join(draft["text"] for draft in drafts) == texts[-1]
-            assert len(drafts) == 24 and (sum(draft["is_draft"] for draft in drafts) > 0) is is_speculated
+            texts.append(text_of_demo(running, words, is_speculated=is_speculated))
             running.process.terminate()
             assert running.process.wait(20) == 0, running.said
     assert len(set(texts)) == 1
+
+
+def text_of_demo(running: Up, words: str, *, is_speculated: bool) -> str:
+    """Check what the terminal and both nodes say about speculation, and whether drafts are accepted. Return the text of
+    a request."""
+    body = {"model": "demo", "prompt": "def main(", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    assert f"\nspeculation: {words}\n" in f"\n{running.said}"
+    for node in ("prefill-0", "decode-0"):
+        log = (running.run_dir / f"{node}.log").read_text()
+        assert f"speculation: {words}\n" in log, log
+    answer = running.request("POST", "/v1/completions", body)[1]
+    num_accepted = answer["usage"].get("speculation", {}).get("accepted_tokens", 0)
+    assert (num_accepted > 0) is is_speculated, answer
+    text = answer["choices"][0]["text"]
+    drafts = streamed_drafts(running.port, body)
+    assert "".join(draft["text"] for draft in drafts) == text
+    assert len(drafts) == 24 and (sum(draft["is_draft"] for draft in drafts) > 0) is is_speculated
+    return text
 
 
 def streamed_drafts(port: int, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import make_bigram, make_right
-from heads import ALGORITHM, HYPERS, KINDS, LAYERED, write_head
+from drafters import STREAM_MTP, make_bigram, make_right, target_of
+from heads import ALGORITHM, KINDS, LAYERED, write_head
 from layouts import make_layout
 from node_pair import NodePair, node_pairs, params
 from thinned import thinned
@@ -52,6 +52,8 @@ def make_pair() -> Iterator[MakePair]:
 
 
 def settings(kind: str, model: Path, directory: Path, **changes: Any) -> dict[str, Any]:
+    if kind == STREAM_MTP:
+        return {"speculative": "mtp", "draft_steps": 3}
     head = write_head(directory, kind, model, **changes)
     return {"speculative": ALGORITHM[kind], "draft_model": str(head), "draft_steps": 3}
 
@@ -143,6 +145,21 @@ def test_a_layout_that_asks_the_wrong_side_is_caught(
             check_served(make_pair, model, drafting)
 
 
+@pytest.mark.parametrize("is_mutated", [False, True])
+def test_a_head_of_another_width_reads_the_collapsed_states_of_streams(
+    is_mutated: bool, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EAGLE-3 on DeepSeek-V4: its rows are three collapsed states. The defect: each of them has all streams."""
+    model = checkpoint("deepseek_v4", hc_mult=4)
+    drafting = settings("eagle3", model, tmp_path, hidden_size=24)
+    if not is_mutated:
+        check_served(make_pair, model, drafting)
+        return
+    monkeypatch.setattr(HiddenLayout, "_extend", lambda layout: HiddenSpec(3 * 4 * 64, layout.target_dtype))
+    with pytest.raises(ValueError, match=r"extend state of eagle3 is \[num_rows, 768\] float32, not \(\d, 192\)"):
+        check_served(make_pair, model, drafting)
+
+
 def check_rows_keep_the_drafts_dtype() -> None:
     """The metadata row of a bfloat16 target keeps the state of a float32 draft bit for bit."""
     layout = make_layout("eagle", target_dtype="bfloat16", draft_dtype="float32")
@@ -170,7 +187,7 @@ def test_the_dtype_of_the_wrong_side_is_caught(monkeypatch: pytest.MonkeyPatch) 
 # --- the dtypes of two sides ---
 
 DTYPES = [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32")]  # of target and draft
-WITH_DTYPE = ["standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo", *HYPERS[:3]]
+WITH_DTYPE = ["standalone", "eagle", "eagle3", "mtp-deepseek", "mtp3-deepseek", "mtp3-mimo", STREAM_MTP]
 
 
 def unlike_dtypes(kind: str, dtypes: tuple[str, str], model: Path, directory: Path, **shape: Any) -> dict[str, Any]:
@@ -182,22 +199,18 @@ def unlike_dtypes(kind: str, dtypes: tuple[str, str], model: Path, directory: Pa
     return {"dtype": dtypes[0], "draft_dtype": dtypes[1], **drafting, **shape}
 
 
-def target_for(kind: str, checkpoint: Checkpoint) -> Path:
-    return checkpoint("hyper_llama" if kind in HYPERS else "llama")
-
-
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", WITH_DTYPE)
 def test_every_state_and_pool_has_the_dtype_of_its_side(
     kind: str, dtypes: tuple[str, str], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    model = target_for(kind, checkpoint)
+    model = target_of(kind, checkpoint)
     drafting = unlike_dtypes(kind, dtypes, model, tmp_path)
     engine = load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
     target, draft = (getattr(torch, name) for name in dtypes)
     schema, layout = engine.schema, engine.speculation.hidden
     assert schema.draft is not None and (schema.target.dtype, schema.draft.dtype) == dtypes
-    assert [kv.dtype for kv in engine.kvs] == [target, draft]
+    assert engine.draft_pools is not None and (engine.kv.dtype, engine.draft_pools.kv.dtype) == (target, draft)
     assert engine.drafter is not None
     state = dict(engine.drafter.allocate(2).present())
     fields = {field.name: field.dtype for field in schema.row}
@@ -217,15 +230,15 @@ def test_a_draft_of_16_bits_serves_a_float32_target(
     kind: str, draft_dtype: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
 ) -> None:
     """Through the handoff: the text is that of the target alone."""
-    model = target_for(kind, checkpoint)
+    model = target_of(kind, checkpoint)
     check_served(make_pair, model, unlike_dtypes(kind, ("float32", draft_dtype), model, tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hyper-mtp"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_tree_of_16_bits_serves_a_float32_target(
     kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
 ) -> None:
-    model = target_for(kind, checkpoint)
+    model = target_of(kind, checkpoint)
     check_served(make_pair, model, unlike_dtypes(kind, ("float32", "bfloat16"), model, tmp_path, draft_topk=2))
 
 
@@ -248,12 +261,12 @@ def test_a_draft_of_16_bits_is_still_right(
     assert stats.num_drafted > 40 and stats.num_accepted > 0.9 * stats.num_drafted, stats
 
 
-@pytest.mark.parametrize("kind", ["eagle", "mtp3-mimo"])
+@pytest.mark.parametrize("kind", ["eagle", "mtp3-mimo", STREAM_MTP])
 def test_a_state_that_is_not_cast_is_caught(
     kind: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The defect: the target's rows go into the draft as they are."""
-    model = checkpoint("llama")
+    model = target_of(kind, checkpoint)
     drafting = unlike_dtypes(kind, ("float32", "bfloat16"), model, tmp_path)
     monkeypatch.setattr(HiddenLayout, "to_draft", lambda _, rows: rows)
     engine = Engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
@@ -324,9 +337,9 @@ def check_empty(drafter: Drafter, state: DraftState) -> None:
     assert all(value.dtype == live[name].dtype for name, value in state.present())
 
 
-@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, *HYPERS])
+@pytest.fixture(params=["standalone", "ngram", *KINDS, *LAYERED, STREAM_MTP])
 def idle(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path: Path) -> Rounds:
-    model = checkpoint("hyper_llama" if request.param in HYPERS else "llama")
+    model = target_of(request.param, checkpoint)
     if request.param == "ngram":
         drafting: dict[str, Any] = {"speculative": "ngram"}
     elif request.param == "standalone":

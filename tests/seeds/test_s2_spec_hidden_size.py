@@ -2,12 +2,14 @@
 
 Code that forgets the streams still hands over a full row of the first stream. Speculation still gives the right text;
 only the drafts get worse. So the tests write a canary value into the last column of the last metadata row and read it
-on the other side, for hc_mult absent, None, 0, 1, 2 and 4 and for every head on the target's states. Nodes with
-different values must refuse each other. FROZEN_KV_MTP takes the collapsed state, which streams do not widen.
+on the other side: with 1 to 4 streams of DeepSeek-V4, whose prediction layer reads all of them, and with models of one
+stream, whose config.json lacks hc_mult or says null, 0 or 1. Nodes with different values must refuse each other.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,8 @@ import pytest
 import torch
 from drafters import OF_FAMILIES, STREAM_MTP, settings, target_of
 from handoff_nodes import check_refused, make_client, make_server
-from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP, write_head
 from node_pair import NodePair, node_pairs, params
+from thinned import halved
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint.read_config import read_model_config
@@ -36,13 +38,9 @@ from baton.metadata.wire.node_info import HandoffSchema, PoolLayout
 
 NODE = {"page_size": 4, "chunk_tokens": 6}
 SIZE = 64  # hidden_size of the target and of its head
-MULTS = [("absent", 1), (None, 1), (0, 1), (1, 1), (2, 2), (4, 4)]  # in config.json; streams
-KINDS = {  # the head with streams: the same without
-    HYPER: "eagle",
-    HYPER_MTP: "mtp-deepseek",
-    HYPER_LAYERED: "mtp3-deepseek",
-    HYPER_FROZEN: "frozen-kv-mtp",
-}
+NO_STREAMS = ("absent", None, 0, 1)  # hc_mult in config.json
+KINDS = ("eagle", "mtp-deepseek", "mtp3-deepseek", "frozen-kv-mtp")  # heads for one stream
+CASES = [(STREAM_MTP, num) for num in (1, 2, 4)] + halved(KINDS, NO_STREAMS)
 WIDTHS: dict[str, int] = {
     "eagle3-on-gpt-oss": 24,
     "eagle3-on-qwen3-moe": 24,
@@ -59,33 +57,34 @@ def make_pair() -> Iterator[MakePair]:
 
 
 def target_and_head(
-    checkpoint: Checkpoint, hc_mult: Any, directory: Path, kind: str = HYPER, **shape: Any
+    checkpoint: Checkpoint, kind: str, hc_mult: Any, directory: Path, **shape: Any
 ) -> tuple[Path, dict[str, Any]]:
-    """Return a target, and settings with a head for it: the ordinary head if there is one stream."""
-    model = checkpoint("llama") if hc_mult == "absent" else checkpoint("hyper_llama", hc_mult=hc_mult)
-    kind = kind if hc_mult in (2, 4) else KINDS[kind]
-    head = write_head(directory / f"{kind}-{hc_mult}", kind, model)
-    return model, {"speculative": ALGORITHM[kind], "draft_model": str(head), "draft_steps": 3, **shape}
+    """Return a target whose config.json says `hc_mult`, and settings with a head for it."""
+    if kind == STREAM_MTP:
+        model = target_of(kind, checkpoint, hc_mult=hc_mult)
+    else:
+        model = Path(shutil.copytree(checkpoint("llama"), directory / f"{kind}-{hc_mult}"))
+        fields = json.loads((model / "config.json").read_text())
+        fields |= {} if hc_mult == "absent" else {"hc_mult": hc_mult}
+        (model / "config.json").write_text(json.dumps(fields))
+    return model, settings(kind, model, directory / f"head-{hc_mult}", steps=3) | shape
 
 
-def width_of(kind: str, num_streams: int) -> int:
+def width_of(kind: str, hc_mult: Any) -> int:
     """Return the width of a state of this head."""
-    return SIZE if kind == HYPER_FROZEN else SIZE * num_streams
+    return SIZE * hc_mult if kind == STREAM_MTP else SIZE
 
 
 # --- every state ---
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("hc_mult", "num_streams"), MULTS)
-def test_every_state_is_as_wide_as_all_streams(
-    hc_mult: Any, num_streams: int, kind: str, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    model, drafting = target_and_head(checkpoint, hc_mult, tmp_path, kind)
-    engine = load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
-    width, layout = width_of(kind, num_streams), engine.speculation.hidden
-    assert engine.model_config.hc_mult == num_streams
-    assert engine.model.handoff_hidden_size == engine.model_config.handoff_hidden_size == SIZE * num_streams
+@pytest.mark.parametrize(("kind", "hc_mult"), CASES)
+def test_every_state_is_as_wide_as_all_streams(kind: str, hc_mult: Any, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model, drafting = target_and_head(checkpoint, kind, hc_mult, tmp_path)
+    engine = load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, page_size=4, num_pages=8, **drafting))
+    width, layout = width_of(kind, hc_mult), engine.speculation.hidden
+    assert engine.model_config.hc_mult == width // SIZE
+    assert engine.model.handoff_hidden_size == engine.model_config.handoff_hidden_size == width
     for phase in ("extend", "recurrent"):
         assert layout.spec(phase) == (width, "float32")
         for num_rows in (0, 2):
@@ -106,7 +105,7 @@ def test_every_state_is_as_wide_as_all_streams(
     batch = ForwardBatch.build([BatchRow([3, 4, 5], 0, [1])], engine.pool.page_size, "cpu")
     extend, final = engine.states(batch)
     assert extend is not None and extend.shape == (3, width) and final.shape == (3, SIZE)
-    assert torch.equal(extend, final) == (width == SIZE), "streams are collapsed for FROZEN_KV_MTP alone"
+    assert torch.equal(extend, final) == (kind != STREAM_MTP), "streams are handed over before they collapse"
 
 
 # --- through the handoff ---
@@ -150,19 +149,17 @@ def state_of(draft: DraftState) -> tuple[str, torch.Tensor]:
     return name, getattr(draft, name).flatten(1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("hc_mult", "num_streams"), MULTS)
+@pytest.mark.parametrize(("kind", "hc_mult"), CASES)
 def test_the_last_column_of_the_last_row_arrives(
-    hc_mult: Any,
-    num_streams: int,
     kind: str,
+    hc_mult: Any,
     checkpoint: Checkpoint,
     make_pair: MakePair,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pair = make_pair(*target_and_head(checkpoint, hc_mult, tmp_path, kind))
-    check_canaries(monkeypatch, pair, width_of(kind, num_streams))
+    pair = make_pair(*target_and_head(checkpoint, kind, hc_mult, tmp_path))
+    check_canaries(monkeypatch, pair, width_of(kind, hc_mult))
     pair.check_books()
 
 
@@ -177,13 +174,12 @@ def test_the_last_column_arrives_from_targets_with_experts_or_latents(
     pair.check_books()
 
 
-@pytest.mark.parametrize("kind", [HYPER, HYPER_MTP])
 def test_the_last_column_arrives_beside_the_scores_of_a_tree(
-    kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair(*target_and_head(checkpoint, 4, tmp_path, kind, draft_topk=2))
+    pair = make_pair(*target_and_head(checkpoint, "eagle", "absent", tmp_path, draft_topk=2))
     assert "topk_score" in {field.name for field in pair.decode.executor.engine.schema.row}
-    check_canaries(monkeypatch, pair, SIZE * 4)
+    check_canaries(monkeypatch, pair, SIZE)
     pair.check_books()
 
 
@@ -196,8 +192,8 @@ def test_a_row_without_the_streams_is_caught(
 ) -> None:
     """The defect: rows are sized by hidden_size. The decode node's warm-up fails, at the first state of full width."""
     monkeypatch.setattr(HiddenLayout, "_recurrent", one_stream)
-    with pytest.raises(ValueError, match=r"recurrent state of eagle is \[num_rows, 64\] float32, not \(\d, 256\)"):
-        make_pair(*target_and_head(checkpoint, 4, tmp_path))
+    with pytest.raises(ValueError, match=r"recurrent state of mtp is \[num_rows, 64\] float32, not \(\d, 256\)"):
+        make_pair(*target_and_head(checkpoint, STREAM_MTP, 4, tmp_path))
 
 
 def test_a_row_that_is_cut_in_silence_is_caught_by_the_canary(
@@ -223,62 +219,52 @@ def test_a_row_that_is_cut_in_silence_is_caught_by_the_canary(
     monkeypatch.setattr(ShiftedDrafter, "allocate", whole)  # rounds themselves are right
     monkeypatch.setattr(HiddenLayout, "_recurrent", one_stream)
     monkeypatch.setattr(HiddenLayout, "check", lambda *_: None)
-    pair = make_pair(*target_and_head(checkpoint, 4, tmp_path))
+    pair = make_pair(*target_and_head(checkpoint, STREAM_MTP, 4, tmp_path))
     with pytest.raises(AssertionError, match="a canary is missing"):
         check_canaries(monkeypatch, pair, SIZE * 4, cut, fill)
 
 
-@pytest.mark.parametrize("kind", [HYPER, HYPER_MTP, HYPER_LAYERED])
 @pytest.mark.parametrize("where", ["extend", "everywhere"])
 def test_a_layout_without_the_streams_does_not_start(
-    where: str, kind: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, drafting = target_and_head(checkpoint, 4, tmp_path, kind)
+    model, drafting = target_and_head(checkpoint, STREAM_MTP, 4, tmp_path)
     if where == "extend":
         monkeypatch.setattr(HiddenLayout, "_extend", one_stream)
     else:
         monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
     with pytest.raises(ValueError, match=r"extend state of \w+ is \[num_rows, 64\] float32, not \(1, 256\)"):
-        load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
+        load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, page_size=4, num_pages=8, **drafting))
 
 
 # --- two nodes with different values ---
 
 
-def schema_of(checkpoint: Checkpoint, hc_mult: Any, directory: Path, kind: str = HYPER) -> HandoffSchema:
+def schema_of(checkpoint: Checkpoint, kind: str, hc_mult: Any, directory: Path) -> HandoffSchema:
     """Return the schema that a node with this target and its head says hello with."""
-    model, drafting = target_and_head(checkpoint, hc_mult, directory, kind)
+    model, drafting = target_and_head(checkpoint, kind, hc_mult, directory)
     target = read_model_config(model)
     pool = PoolLayout(num_layers=target.num_layers, num_kv_heads=2, head_dim=16, dtype="float32")
     return read_speculation(DecodeConfig(**drafting), model, target, "float32").schema(pool, 4, checksums=True)
-
-
-def test_nodes_of_different_hc_mult_refuse_each_other_for_several_mtp_layers(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    """Their rows have the target's states, two of them."""
-    here, there = (schema_of(checkpoint, hc_mult, tmp_path, HYPER_LAYERED) for hc_mult in (4, 2))
-    check_refused(make_server(here), make_client(there), "row.target_rows: 512 x float32 here, 256 x float32 there")
 
 
 @pytest.mark.parametrize(
     ("here", "there", "words"),
     [
         (4, 2, "row.recurrent_hidden: 256 x float32 here, 128 x float32 there"),
-        ("absent", 4, "row.recurrent_hidden: 64 x float32 here, 256 x float32 there"),
-        (2, 0, "row.recurrent_hidden: 128 x float32 here, 64 x float32 there"),
+        (1, 4, "row.recurrent_hidden: 64 x float32 here, 256 x float32 there"),
     ],
 )
 def test_nodes_of_different_hc_mult_refuse_each_other(
-    here: Any, there: Any, words: str, checkpoint: Checkpoint, tmp_path: Path
+    here: int, there: int, words: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    ours, theirs = (schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in (here, there))
+    ours, theirs = (schema_of(checkpoint, STREAM_MTP, hc_mult, tmp_path) for hc_mult in (here, there))
     check_refused(make_server(ours), make_client(theirs), words)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_absent_none_zero_and_one_are_the_same_value(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    schemas = [schema_of(checkpoint, hc_mult, tmp_path, kind) for hc_mult in ("absent", None, 0, 1)]
+    schemas = [schema_of(checkpoint, kind, hc_mult, tmp_path) for hc_mult in NO_STREAMS]
     assert all(differences(schemas[0], other) == [] for other in schemas)
 
 
@@ -287,6 +273,6 @@ def test_a_schema_without_the_streams_is_caught(
 ) -> None:
     """The defect: the schema has hidden_size, so two nodes are paired that cannot hand over to each other."""
     monkeypatch.setattr(hidden_layout, "spec_hidden_size", lambda hidden_size, hc_mult: hidden_size)
-    here, there = (schema_of(checkpoint, hc_mult, tmp_path) for hc_mult in (4, 2))
+    here, there = (schema_of(checkpoint, STREAM_MTP, hc_mult, tmp_path) for hc_mult in (4, 2))
     with pytest.raises(AssertionError, match="nothing more within 1"):
         check_refused(make_server(here), make_client(there), "row.recurrent_hidden")

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from drafters import ALL, settings, target_of
-from heads import HYPER_FROZEN, HYPER_LAYERED, HYPER_MTP
 from node_pair import params
 from scratch import check_against_scratch, check_state
 from solo import Running, Solo, caught, coach, plain_texts, spoil
@@ -129,7 +128,7 @@ def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list
     return [count for sequence in ours for count in sequence.num_accepted]
 
 
-OFTEN = ("standalone", "eagle", "mtp-deepseek", HYPER_MTP, HYPER_FROZEN, HYPER_LAYERED, "mtp3-deepseek", "mtp-of-glm4")
+OFTEN = ("standalone", "eagle", "mtp-deepseek", "frozen-kv-mtp", "mtp3-deepseek", "mtp-of-glm4")
 
 
 @pytest.mark.parametrize(  # test_s4_source_of_state.py has the others

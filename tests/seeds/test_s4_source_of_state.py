@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ORDINARY, SHIFTED, settings, target_of
-from heads import HYPER, LAYERED
+from drafters import ORDINARY, SHIFTED, STREAM_MTP, settings, target_of
+from heads import LAYERED
 from node_pair import params
 from scratch import check_against_scratch
 from solo import Solo, caught, coach, plain_texts
@@ -102,7 +102,8 @@ def check(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(  # test_s4_buckets.py has the others
     "name",
     thinned(
-        ORDINARY, lambda i, name: name in ("standalone", "eagle3", "mtp-mimo", "mtp3-mimo", "frozen-kv-mtp", HYPER)
+        (*ORDINARY, STREAM_MTP),
+        lambda i, name: name in ("standalone", "eagle3", "mtp-mimo", "mtp3-mimo", "frozen-kv-mtp", STREAM_MTP),
     ),
 )
 def test_state_is_that_of_a_recompute_after_every_round(

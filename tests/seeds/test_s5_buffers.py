@@ -27,7 +27,7 @@ from baton.engine.rounds.slots import Slots
 from baton.engine.sampling.batch import INTS
 
 PROMPT = random.Random(5).choices(range(512), k=7)
-TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "hyper-mtp", "frozen-kv-mtp", *TREES_OF_FAMILIES)
+TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", *TREES_OF_FAMILIES)
 ADVANCED = [0, 1, *(2 + INTS.index(name) for name in ("position", "num_generated"))]  # columns of Slots._ints
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {3: 1.0}}
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from drafters import ALL, NAMES, OF_FAMILIES, SHIFTED, settings, target_of
-from heads import HYPER_FROZEN
+from drafters import ALL, NAMES, OF_FAMILIES, SHIFTED, STREAM_MTP, settings, target_of
 from node_pair import params
 from scratch import check_against_scratch
 from solo import POISON, Solo, caught, coach, plain_texts, spied
@@ -27,7 +26,6 @@ from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.rounds.trees import Drafts
 
-FROZEN = ("frozen-kv-mtp", HYPER_FROZEN)
 ASKED = params(40, temperature=1.0, seed=3)
 PROMPT = random.Random(5).choices(range(512), k=7)
 
@@ -83,7 +81,7 @@ def expected(name: str, num_steps: int, L: int, tokens: list[int]) -> list[list[
     assert len(tokens) == L + 1
     if name == "standalone":  # the last one only fills a slot
         return [[L + j] for j in range(num_steps + 1)]
-    if name in FROZEN:
+    if name == "frozen-kv-mtp":
         return [[L - 1]] * num_steps
     return [[L + j] for j in range(num_steps - 1)] + [list(range(L, L + num_steps + 1))]
 
@@ -93,7 +91,7 @@ def check_positions(name: str, solo: Solo, num_steps: int) -> None:
     first = before[0].token_ids[7]
     if name == "standalone":
         assert groups[0] == [(PROMPT, list(range(7)))]
-    elif name in FROZEN:
+    elif name == "frozen-kv-mtp":
         assert groups[0] == []
     else:  # row i is (state i, token i + 1); the last waits for the sampled token
         assert groups[0] == [(PROMPT[1:], list(range(6))), ([first], [6])]
@@ -112,15 +110,15 @@ def test_each_forward_has_the_right_positions(name: str, num_steps: int, make_so
     check_positions(name, make_solo(name), num_steps)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, STREAM_MTP])
 def test_a_forward_one_position_off_is_caught(name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
     solo = make_solo(name)
-    module = {"standalone": standalone, **dict.fromkeys(FROZEN, frozen_kv)}.get(name, shifted)
+    module = {"standalone": standalone, "frozen-kv-mtp": frozen_kv}.get(name, shifted)
 
     class OneOff(ForwardBatch):
         @classmethod
         def uniform(cls, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> ForwardBatch:
-            is_off = name in FROZEN or positions.shape[1] == 1
+            is_off = name == "frozen-kv-mtp" or positions.shape[1] == 1
             return ForwardBatch.uniform(input_ids, positions + is_off, *rest)
 
     monkeypatch.setattr(module, "ForwardBatch", OneOff)

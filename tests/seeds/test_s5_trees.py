@@ -30,7 +30,7 @@ from baton.engine.sampling.batch import SamplingBatch
 from baton.kernels.state.trees import Ancestry, ancestry
 from baton.metadata.wire.request import SamplingParams
 
-NAMES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "hyper-eagle", "hyper-mtp", "frozen-kv-mtp")
+NAMES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")
 LENS = (7, 12, 3)
 NUM_TOKENS = 56
 PARAMS: list[dict[str, Any]] = [

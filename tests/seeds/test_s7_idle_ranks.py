@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ALL, OF_FAMILIES, TREES_OF_FAMILIES, settings, target_of
+from drafters import ALL, OF_FAMILIES, STREAM_MTP, TREES_OF_FAMILIES, settings, target_of
 from idle_ranks import Cell, World, Worlds, cells
 from solo import Solo
 
@@ -29,7 +29,7 @@ from baton.engine.sampling.state import Needs
 from baton.engine.work import CatchUp, Chunk, Recompute, Round, RoundTokens
 from baton.metadata.handoff.schema.hidden_layout import HiddenLayout
 
-TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp", *TREES_OF_FAMILIES)
+TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", *TREES_OF_FAMILIES)
 EVERYTHING = Needs(True, True, True, True, True, True, 2)
 
 
@@ -106,7 +106,7 @@ def test_an_idle_rank_joins_every_phase_of_a_live_one(
         world.live(cell.first)
 
 
-@pytest.mark.parametrize("name", ["eagle", "hyper-mtp3", "frozen-kv-mtp"])
+@pytest.mark.parametrize("name", ["eagle", STREAM_MTP, "frozen-kv-mtp"])
 def test_two_of_four_ranks_are_always_idle(
     name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +166,7 @@ SKIPS: dict[str, Callable[[World, Agreed], bool]] = {
 
 
 @pytest.mark.parametrize("phase", SKIPS)
-@pytest.mark.parametrize("name", ["eagle", "mtp3-mimo", "hyper-frozen-kv-mtp"])
+@pytest.mark.parametrize("name", ["eagle", "mtp3-mimo", STREAM_MTP])
 def test_an_idle_rank_that_skips_a_phase_is_caught(
     name: str, phase: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,7 @@ def test_an_idle_rank_that_skips_a_phase_is_caught(
             world.live(0)
 
 
-WITH_FORWARDS = ("standalone", "eagle", "eagle3", "mtp-mimo", "mtp3-deepseek", "frozen-kv-mtp", "hyper-eagle")
+WITH_FORWARDS = ("standalone", "eagle", "eagle3", "mtp-mimo", "mtp3-deepseek", "frozen-kv-mtp", STREAM_MTP)
 
 
 @pytest.mark.parametrize("name", WITH_FORWARDS)
@@ -230,12 +230,8 @@ def of_the_other_side(layout: HiddenLayout) -> HiddenLayout:
     )
 
 
-UNLIKE = [
-    (name, variant) for name in ("eagle3", "frozen-kv-mtp", "hyper-frozen-kv-mtp") for variant in ("narrow", "wide")
-]
-UNLIKE += [
-    (name, "float32-bfloat16") for name in ("eagle", "eagle3", "mtp-deepseek", "mtp3-mimo", "hyper-eagle", "hyper-mtp3")
-]
+UNLIKE = [(name, variant) for name in ("eagle3", "frozen-kv-mtp") for variant in ("narrow", "wide")]
+UNLIKE += [(name, "float32-bfloat16") for name in ("eagle", "eagle3", "mtp-deepseek", "mtp3-mimo", STREAM_MTP)]
 
 
 @pytest.mark.parametrize(("name", "variant"), UNLIKE)
@@ -263,7 +259,7 @@ def test_widths_of_the_wrong_side_are_caught_on_an_idle_rank(
             world.live(0)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp-mimo", "frozen-kv-mtp", STREAM_MTP])
 def test_a_recurrent_state_of_a_wrong_width_is_caught_on_an_idle_rank(
     name: str, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

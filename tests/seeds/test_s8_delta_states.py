@@ -24,7 +24,7 @@ from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.wire.request import Unit
 
 PAGE_SIZE = 4  # and of a block
-PROMPT = [random.Random(8).randrange(1, 512) for _ in range(41)]
+PROMPT = random.Random(8).choices(range(1, 512), k=41)
 NUM_TOKENS = 24
 
 

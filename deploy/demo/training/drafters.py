@@ -6,11 +6,9 @@
     python -m baton.deploy.demo.training.drafters --out DIR --evaluate-only     # measure the directories in DIR
 
 A drafter has the layout and sizes of its directory in `--like` (docs/drafter_checkpoints.md), and the engine's own
-layers (windows.py). `hyper` first trains a small hyper-connection model, then its head, which is written as
-hyper_eagle; with --resume the model stays as it is.
+layers (windows.py).
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +29,9 @@ from .options import DEMO, config_of, corpus_of, parse, parser_of
 from .weights import fresh, save
 from .windows import Drafter, Model
 
-NAMES = ("eagle", "eagle3", "mtp3", "frozen_kv_mtp", "standalone", "hyper")
+NAMES = ("eagle", "eagle3", "mtp3", "frozen_kv_mtp", "standalone")
 NUM_STEPS = {"mtp3": 3}  # proposals a round; the others NUM_PROPOSALS
 NUM_PROPOSALS = 5
-HYPER_SHARE = 0.6  # of hyper's time, for the target itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +51,6 @@ class Schedule:
     log_every: int = 100
     seed: int = 0
 
-    def part(self, share: float) -> "Schedule":
-        """Return the same schedule over a share of its length."""
-        return dataclasses.replace(self, steps=max(1, int(self.steps * share)), max_seconds=self.max_seconds * share)
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -70,14 +63,13 @@ class Job:
     schedule: Schedule
     resume: bool  # start from the directories in `out` that exist
 
-    def begin(self, name: str, stream: Tensor) -> bool:
-        """Make the directory `name` with new weights; return False, and keep it, if the job resumes and has it."""
+    def begin(self, name: str, stream: Tensor) -> None:
+        """Make the directory `name` with new weights, unless the job resumes and has it."""
         if self.resume and (self.out / name / "model.safetensors").exists():
-            return False
+            return
         like = self.like / name
         tokenizer = self.target if (like / "tokenizer.json").exists() else None
         fresh(like, self.out / name, _draft_ids(stream, like) if name == "eagle3" else {}, tokenizer)
-        return True
 
 
 def _draft_ids(stream: Tensor, like: Path) -> dict[str, Tensor]:
@@ -88,32 +80,17 @@ def _draft_ids(stream: Tensor, like: Path) -> dict[str, Tensor]:
     return {"d2t": ids - torch.arange(num_ids), "t2d": torch.zeros(len(counts), dtype=torch.bool).index_fill(0, ids, 1)}
 
 
-def train_drafter(name: str, job: Job, stream: Tensor) -> dict[str, list[float]]:
-    """Train the drafter `name` on the tokens `stream`, write its directory; the losses by directory."""
+def train_drafter(name: str, job: Job, stream: Tensor) -> list[float]:
+    """Train the drafter `name` on the tokens `stream`, write its directory; the losses."""
     torch.manual_seed(job.schedule.seed)
     torch.set_float32_matmul_precision("high")
-    if name != "hyper":
-        return {name: _train_drafter(name, job.target, job, stream, job.schedule)}
-    losses: dict[str, list[float]] = {}
-    share = 1.0
-    if job.begin("hyper", stream):
-        share = 1 - HYPER_SHARE
-        hyper = Model(job.out / "hyper", job.device)
-        losses["hyper"] = fit("hyper", hyper.parameters, hyper.loss, stream, job.schedule.part(HYPER_SHARE))
-        save(hyper.parameters, job.out / "hyper")
-    # The head learns from the target as written, rounded to bfloat16.
-    losses["hyper_eagle"] = _train_drafter("hyper_eagle", job.out / "hyper", job, stream, job.schedule.part(share))
-    return losses
-
-
-def _train_drafter(name: str, target: Path, job: Job, stream: Tensor, schedule: Schedule) -> list[float]:
     job.begin(name, stream)
-    drafter = Drafter(job.out / name, Model(target, job.device).freeze())
+    drafter = Drafter(job.out / name, Model(job.target, job.device).freeze())
 
     def loss_of(input_ids: Tensor) -> Tensor:
         return drafter_loss(drafter, input_ids, NUM_STEPS.get(name, NUM_PROPOSALS))
 
-    losses = fit(name, drafter.parameters, loss_of, stream, schedule)
+    losses = fit(name, drafter.parameters, loss_of, stream, job.schedule)
     save(drafter.parameters, job.out / name)
     return losses
 
@@ -201,23 +178,18 @@ def evaluate(out: Path, target: Path, prompts: Prompts, device: torch.device) ->
     """Return the accept length of every directory below `out`, greedy and at temperature 1. Print them with shares by
     position."""
     results: dict[str, dict[str, float]] = {}
-    plain = tuple(name for name in NAMES if name != "hyper")
-    for folder, names in ((target, plain), (out / "hyper", ("hyper_eagle",))):
-        group = [name for name in names if (out / name / "model.safetensors").exists()]
-        if not group:
-            continue
-        model, prompt_len = Model(folder, device), prompts.input_ids.shape[1]
-        shape = len(prompts.input_ids), prompt_len + prompts.num_tokens, model.config.vocab_size
-        uniform = torch.rand(shape, generator=torch.Generator().manual_seed(2))
-        gumbel = -(-uniform.clamp(1e-7, 1 - 1e-7).log()).log().to(device)
-        for label, noise in (("greedy", None), ("temperature 1", gumbel)):
-            input_ids = generate(model, prompts.input_ids.to(device), prompts.num_tokens, noise)
-            for name in group:
-                num_steps = NUM_STEPS.get(name, NUM_PROPOSALS)
-                length, shares = acceptance(Drafter(out / name, model), input_ids, prompt_len, num_steps, noise)
-                results.setdefault(name, {})[label] = length
-                detail = " ".join(f"{share:.3f}" for share in shares)
-                print(f"{name}, {label}, K = {num_steps}: accept length {length:.3f}; accepted {detail}", flush=True)
+    model, prompt_len = Model(target, device), prompts.input_ids.shape[1]
+    shape = len(prompts.input_ids), prompt_len + prompts.num_tokens, model.config.vocab_size
+    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(2))
+    gumbel = -(-uniform.clamp(1e-7, 1 - 1e-7).log()).log().to(device)
+    for label, noise in (("greedy", None), ("temperature 1", gumbel)):
+        input_ids = generate(model, prompts.input_ids.to(device), prompts.num_tokens, noise)
+        for name in (name for name in NAMES if (out / name / "model.safetensors").exists()):
+            num_steps = NUM_STEPS.get(name, NUM_PROPOSALS)
+            length, shares = acceptance(Drafter(out / name, model), input_ids, prompt_len, num_steps, noise)
+            results.setdefault(name, {})[label] = length
+            detail = " ".join(f"{share:.3f}" for share in shares)
+            print(f"{name}, {label}, K = {num_steps}: accept length {length:.3f}; accepted {detail}", flush=True)
     return results
 
 

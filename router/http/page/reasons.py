@@ -91,10 +91,14 @@ def _why_full(node: Node, now: float) -> str:
         return f"full: it holds {node.num_prompts} of at most {most} prompts" if node.num_prompts >= most else ""
     if node.num_units >= node.max_running:
         return f"full: it runs {node.num_units} of at most {node.max_running} sequences"
+    num_tails, free_tails = node.hello.capacity.num_tails, node.load.free_tails
     if node.is_full(now):
-        return f"full: it had no pages for the last sequence; {node.room} of {node.num_pages} are free"
+        tails = f", and {free_tails} of {num_tails} tail pages" if num_tails else ""
+        return f"full: it had no pages for the last sequence; {node.room} of {node.num_pages} are free{tails}"
     if node.room <= 0:
         return f"full: none of its {node.num_pages} pages is free"
+    if num_tails and not free_tails:
+        return f"full: none of its {num_tails} tail pages is free"
     if node.group.computes_locally and not node.load.has_prompt_room:
         return "beside its streams it has no room for a prompt within --max-gap-ms"
     return ""

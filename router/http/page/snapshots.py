@@ -222,6 +222,8 @@ def _live_node(node: Node, standing: Standing, pages: OwnedPages | None, now: fl
         pages=pages,
         free_pages=load.free_pages,
         num_pages=node.num_pages,
+        free_tails=load.free_tails,
+        num_tails=hello.capacity.num_tails,
         page_size=hello.capacity.page_size,
         max_running=node.max_running,
         running=load.running,

@@ -127,6 +127,8 @@ class LiveNode(Struct, frozen=True, kw_only=True):
     pages: OwnedPages | None = None  # None until the node has answered, and if nobody asked it
     free_pages: int = 0
     num_pages: int = 0
+    free_tails: int = 0  # tail pages
+    num_tails: int = 0
     page_size: int = 0
     max_running: int = 0
     running: int = 0

@@ -64,7 +64,6 @@ from http_pair import measure_http
 from timed_pair import Case, Differences, Handoff, Judge, Run, TimedPair, params
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
-HYPER = DEMO / "hyper"
 CASES = {
     case.name: case
     for case in (
@@ -75,7 +74,6 @@ CASES = {
         Case("eagle3", DEMO, {"speculative": "eagle3"}),
         Case("mtp3", DEMO, {"speculative": "mtp"}),
         Case("frozen-kv-mtp", DEMO, {"speculative": "frozen-kv-mtp"}),
-        Case("hyper-eagle", HYPER, {"speculative": "eagle", "draft_model": str(DEMO / "hyper_eagle")}),
     )
 }
 MODES = ("off", "control", "fixed", "adaptive")  # control: off once more
@@ -377,7 +375,7 @@ def _about(options: argparse.Namespace, documents: list[list[int]]) -> dict[str,
         "device_name": device,
         **heading(options.commit),
         "python": platform.python_version(),
-        "models": {path.resolve().name: json.loads((path / "config.json").read_text()) for path in (DEMO, HYPER)},
+        "models": {DEMO.resolve().name: json.loads((DEMO / "config.json").read_text())},
         "source": f"{len(documents)} held-out files, {sum(map(len, documents))} tokens",
         "prompts": options.prompts,
         "prompt_len": PROMPT_LEN,

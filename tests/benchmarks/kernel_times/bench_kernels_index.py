@@ -55,8 +55,8 @@ class Steps(NamedTuple):
 
     def out(self) -> PickedRows:
         num, num_slots = len(self.tokens), self.plan.block_table.shape[1] * PAGE_SIZE
-        rows = torch.zeros((num, min(NUM_PICKS, num_slots)), dtype=torch.int64, device="cuda")
-        return PickedRows(rows, torch.zeros(num, dtype=torch.int64, device="cuda"))
+        rows = torch.empty((num, min(NUM_PICKS, num_slots)), dtype=torch.int64, device="cuda")
+        return PickedRows(rows, torch.empty(num, dtype=torch.int64, device="cuda"))
 
 
 def sizes(options: argparse.Namespace) -> Iterator[tuple[int, int, str]]:

@@ -24,4 +24,4 @@ def test_the_table_says_what_the_class_says(model_type: str) -> None:
 def test_every_text_model_inside_another_has_its_defaults() -> None:
     """Files of mixtures state their sizes."""
     inner = {each for family in FAMILIES.values() if family.read_experts is None for each in family.text_types}
-    assert inner - CLASS_DEFAULTS.keys() == {"hyper_llama"}  # ours
+    assert inner <= CLASS_DEFAULTS.keys()

@@ -179,7 +179,7 @@ def test_other_towers_are_left_out_and_that_is_logged_once(tmp_path: Path, caplo
     assert said == [f"{directory} holds more than a text model: {num} tensors of other parts are left out"] and num > 5
 
 
-# --- streams inside a wrapper -------------------------------------------------------------------------------------
+# --- a text model inside a wrapper --------------------------------------------------------------------------------
 
 
 def wrap(model: Path, directory: Path, **changes: Any) -> Path:
@@ -206,14 +206,6 @@ def test_the_text_of_kimi_k2_5_is_that_of_deepseek_v3(checkpoint: Callable[..., 
     assert torch.equal(logits_of(wrapped, PROMPT), logits_of(model, PROMPT))
 
 
-def test_streams_are_read_from_the_text_configuration(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    model = checkpoint("hyper_llama")
-    wrapped = wrap(model, tmp_path / "wrapped")
-    ours, plain = read_model_config(wrapped), read_model_config(model)
-    assert ours == plain and ours.handoff_hidden_size == 4 * ours.hidden_size
-    assert torch.equal(logits_of(wrapped, PROMPT), logits_of(model, PROMPT))
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -223,12 +215,13 @@ def test_streams_are_read_from_the_text_configuration(checkpoint: Callable[..., 
         ),
         ({"hidden_size": None}, r"text_config\.hidden_size = None must be a whole number"),
         ({"hc_mult": -1}, r"text_config\.hc_mult = -1 must be"),
+        ({"hc_mult": 4}, r"text_config\.hc_mult = 4 is not served for LlamaForCausalLM"),
     ],
 )
 def test_a_text_model_that_is_not_served_is_refused_by_its_key(
     changes: dict[str, Any], words: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    wrapped = wrap(checkpoint("hyper_llama"), tmp_path / "wrapped", **changes)
+    wrapped = wrap(checkpoint("llama"), tmp_path / "wrapped", **changes)
     with pytest.raises(ModelError, match=words):
         read_model_config(wrapped)
 

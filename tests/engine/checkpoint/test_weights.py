@@ -131,12 +131,12 @@ OWN_MTP = [
     ("llama", "model.mtp_layers.0.input_proj.weight", True),
     ("glm4_moe", "model.layers.2.eh_proj.weight", True),
     ("deepseek_v3", "model.layers.2.eh_proj.weight", True),
-    ("hyper_llama", "mtp.0.e_proj.weight", True),
+    ("deepseek_v4", "mtp.0.e_proj.weight", True),
     ("llama", "model.layers.1.eh_proj.weight", False),
     ("glm4_moe", "model.mtp_layers.0.input_proj.weight", False),
     ("qwen3_moe", "model.layers.2.eh_proj.weight", False),
     ("gpt_oss", "model.layers.2.eh_proj.weight", False),
-    ("hyper_llama", "model.layers.2.eh_proj.weight", False),
+    ("deepseek_v4", "model.layers.4.eh_proj.weight", False),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from drafters import ALL, settings, target_of
-from heads import HYPER_FROZEN, HYPER_LAYERED, LAYERED
+from heads import LAYERED
 from layouts import LOOKAHEAD, SOURCES, WITH_DRAFT_POOL
 
 from baton.decode_node.config import DecodeConfig
@@ -38,7 +38,7 @@ def read(
 def test_states_come_from_where_the_design_says(kind: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     found, schema = read(kind, checkpoint, tmp_path)
     layout, sources = found.hidden, SOURCES[found.algorithm]
-    num_layers = 3 if kind in (*LAYERED, HYPER_LAYERED) else 1
+    num_layers = 3 if kind in LAYERED else 1
     assert layout.extend == sources.get("extend")
     # MiMo's layers are not chained: each takes the target's state
     assert layout.recurrent == (None if kind == "mtp3-mimo" else sources.get("recurrent"))
@@ -53,8 +53,8 @@ def test_the_schema_has_what_the_drafter_hands_over(kind: str, checkpoint: Calla
     names = {field.name for field in schema.row}
     assert schema.algorithm == wire_name(found.algorithm)
     assert (schema.draft is not None) == (found.algorithm in WITH_DRAFT_POOL)
-    assert bool(schema.frozen_layers) == (kind in ("frozen-kv-mtp", HYPER_FROZEN))
-    assert ("topk_index" in names) == (kind not in ("ngram", "standalone", "frozen-kv-mtp", HYPER_FROZEN))
+    assert bool(schema.frozen_layers) == (kind == "frozen-kv-mtp")
+    assert ("topk_index" in names) == (kind not in ("ngram", "standalone", "frozen-kv-mtp"))
     assert ("target_rows" in names) == (found.hidden.num_target_rows > 0)
     assert ("recurrent_hidden" in names) == (found.hidden.recurrent is not None and "target_rows" not in names)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from direct import Direct, Text, branches, stored
 from handoff_nodes import check_refused, make_client, make_server
-from heads import ALGORITHM, HYPER_FROZEN, write_head
+from heads import write_head
 from plain_heads import Plain, PlainFrozenHead, grow
 
 from baton.decode_node.config import DecodeConfig
@@ -31,11 +31,11 @@ Make = Callable[..., tuple[Direct, PlainFrozenHead]]
 
 @pytest.fixture
 def make(checkpoint: Checkpoint, tmp_path: Path) -> Make:
-    def direct_and_plain(kind: str = "frozen-kv-mtp", **settings: Any) -> tuple[Direct, PlainFrozenHead]:
+    def direct_and_plain(**settings: Any) -> tuple[Direct, PlainFrozenHead]:
         """A head of width 24, whose layers read the target's last layer and its first."""
-        model = checkpoint("hyper_llama" if kind == HYPER_FROZEN else "llama", **SIZES)
-        head = write_head(tmp_path / "head", kind, model, hidden_size=24, target_layers=[2, 0])
-        direct = Direct(model, speculative=ALGORITHM[kind], draft_model=str(head), **{"draft_steps": 4, **settings})
+        model = checkpoint("llama", **SIZES)
+        head = write_head(tmp_path / "head", "frozen-kv-mtp", model, hidden_size=24, target_layers=[2, 0])
+        direct = Direct(model, speculative="frozen-kv-mtp", draft_model=str(head), **{"draft_steps": 4, **settings})
         assert isinstance(direct.drafter, FrozenKvDrafter)
         return direct, PlainFrozenHead(head, Plain(model))
 
@@ -55,10 +55,9 @@ def check_state(texts: Sequence[Text], state: DraftState) -> None:
 
 
 @pytest.mark.parametrize("sampling", [[{}] * 3, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["frozen-kv-mtp", HYPER_FROZEN])
-def test_rounds_equal_a_recompute(kind: str, sampling: list[dict[str, Any]], make: Make) -> None:
+def test_rounds_equal_a_recompute(sampling: list[dict[str, Any]], make: Make) -> None:
     """Texts of unlike lengths in one batch; rounds that accept none, some and all drafts, and rounds without drafts."""
-    direct, plain = make(kind)
+    direct, plain = make()
     before = direct.target_kv.clone()
     texts = [direct.text(length, **fields) for length, fields in zip((1, 7, 12), sampling, strict=True)]
 
@@ -109,22 +108,21 @@ def test_drafts_depend_on_kv_before_l_alone(make: Make) -> None:
     assert direct.propose(texts, state, 4)[0] != drafted
 
 
-def test_states_have_the_targets_width_even_if_it_has_streams(make: Make) -> None:
-    for kind in ("frozen-kv-mtp", HYPER_FROZEN):
-        direct, _ = make(kind)
-        drafter, text = direct.drafter, direct.text(4)
-        for phase in ("extend", "recurrent"):
-            assert drafter.hidden.spec(phase) == (40, "float32")
-        zeros = drafter.allocate(3).hidden
-        assert zeros is not None and zeros.shape == (3, 40) and direct.draft_kv is None
-        assert text.states is not None
-        right = text.states
-        for wrong in (right.repeat(1, 4), right[:, :24], right.double(), right.bfloat16()):  # all streams, and others
-            text.states = wrong
-            with pytest.raises(ValueError, match=r"extend state of frozen-kv-mtp is \[num_rows, 40\] float32, not"):
-                direct.finish([text])
-            with pytest.raises(ValueError, match=r"recurrent state of frozen-kv-mtp is \[num_rows, 40\] float32, not"):
-                direct.propose([text], DraftState(hidden=wrong[-1:]), 2)
+def test_states_have_the_targets_width(make: Make) -> None:
+    direct, _ = make()
+    drafter, text = direct.drafter, direct.text(4)
+    for phase in ("extend", "recurrent"):
+        assert drafter.hidden.spec(phase) == (40, "float32")
+    zeros = drafter.allocate(3).hidden
+    assert zeros is not None and zeros.shape == (3, 40) and direct.draft_kv is None
+    assert text.states is not None
+    right = text.states
+    for wrong in (right.repeat(1, 4), right[:, :24], right.double(), right.bfloat16()):
+        text.states = wrong
+        with pytest.raises(ValueError, match=r"extend state of frozen-kv-mtp is \[num_rows, 40\] float32, not"):
+            direct.finish([text])
+        with pytest.raises(ValueError, match=r"recurrent state of frozen-kv-mtp is \[num_rows, 40\] float32, not"):
+            direct.propose([text], DraftState(hidden=wrong[-1:]), 2)
 
 
 def test_another_dtype_than_the_targets_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:

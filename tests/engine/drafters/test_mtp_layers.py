@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from direct import Direct, Text, close_kv
-from heads import HYPER_LAYERED, LAYERED, SIX_LAYERS, write_head
+from heads import LAYERED, SIX_LAYERS, write_head
 from plain_heads import Plain, PlainHead
 from thinned import halved
 
@@ -36,10 +36,7 @@ Make = Callable[..., tuple[Direct, PlainHead]]
 @pytest.fixture
 def make(checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
     def direct_and_plain(kind: str, *, head: dict[str, Any] | None = None, **settings: Any) -> tuple[Direct, PlainHead]:
-        is_hyper = "hyper" in kind
-        model = (
-            checkpoint("hyper_llama", hidden_size=40, hc_mult=3) if is_hyper else checkpoint("llama", hidden_size=40)
-        )
+        model = checkpoint("llama", hidden_size=40)
         written = write_head(tmp_path / kind, kind, model, **ODD, **(head or {}))
         direct = Direct(model, speculative="mtp", draft_model=str(written), **settings)
         assert isinstance(direct.drafter, MtpLayersDrafter)
@@ -64,9 +61,7 @@ def check_state(direct: Direct, plain: PlainHead, texts: Sequence[Text], state: 
         assert state.recent[row].tolist() == [0] * (num - len(known)) + known
 
 
-@pytest.mark.parametrize(
-    ("kind", "chunk", "sampling"), halved((*LAYERED, HYPER_LAYERED, SIX_LAYERS), [64, 5, 1], [[{}] * 4, SAMPLED])
-)
+@pytest.mark.parametrize(("kind", "chunk", "sampling"), halved((*LAYERED, SIX_LAYERS), [64, 5, 1], [[{}] * 4, SAMPLED]))
 def test_prompts_and_rounds_equal_a_recompute(
     kind: str, chunk: int, sampling: list[dict[str, Any]], make: Make
 ) -> None:
@@ -118,19 +113,18 @@ def test_a_sequence_does_not_change_another_ones_drafts(make: Make) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", ["mtp3-mimo", HYPER_LAYERED])
+@pytest.mark.parametrize("kind", LAYERED)
 def test_rows_have_the_targets_width_and_dtype(kind: str, make: Make) -> None:
     """Layers in bfloat16 for a target in float32: the kept rows stay the target's, the KV is the draft's."""
     direct, _ = make(kind, draft_dtype="bfloat16")
-    width = 120 if kind == HYPER_LAYERED else 40
     layout = direct.drafter.hidden
-    assert layout.num_target_rows == 2 and layout.spec("extend") == (width, "float32")
-    assert layout.spec("recurrent") == (None if kind == "mtp3-mimo" else (width, "bfloat16"))
+    assert layout.num_target_rows == 2 and layout.spec("extend") == (40, "float32")
+    assert layout.spec("recurrent") == (None if kind == "mtp3-mimo" else (40, "bfloat16"))
     assert direct.draft_kv is not None and direct.draft_kv.shape[0] == 3 and direct.draft_kv.dtype == torch.bfloat16
     texts = [direct.text(length) for length in (1, 9)]
     first = direct.prompt(texts, 4)
     second = direct.observe(texts, first, direct.propose(texts, first, 2), [1, 2])
-    wanted = [("tokens", (2, 3), torch.int64), ("rows", (2, 2, width), torch.float32), ("recent", (2, 2), torch.int64)]
+    wanted = [("tokens", (2, 3), torch.int64), ("rows", (2, 2, 40), torch.float32), ("recent", (2, 2), torch.int64)]
     for state in (direct.drafter.allocate(2), first, second):
         assert [(name, tuple(value.shape), value.dtype) for name, value in state.present()] == wanted
     for row, text in enumerate(texts):

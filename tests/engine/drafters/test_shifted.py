@@ -21,7 +21,7 @@ from baton.engine.sampling.row_shares import Lens
 
 ODD = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 10}
 OWN_WIDTH = {"eagle3": {"hidden_size": 24}}  # the others have their target's
-KINDS = ("eagle", "eagle3", "mtp-deepseek", "hyper-eagle")
+KINDS = ("eagle", "eagle3", "mtp-deepseek")
 SAMPLED = [{}, {"temperature": 0.9, "seed": 1}, {"temperature": 0.7, "seed": 2, "frequency_penalty": 0.5, "top_k": 40}]
 Make = Callable[..., tuple[Direct, PlainHead]]
 
@@ -29,10 +29,7 @@ Make = Callable[..., tuple[Direct, PlainHead]]
 @pytest.fixture
 def make(checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
     def direct_and_plain(kind: str, **settings: Any) -> tuple[Direct, PlainHead]:
-        is_hyper = "hyper" in kind
-        model = (
-            checkpoint("hyper_llama", hidden_size=40, hc_mult=3) if is_hyper else checkpoint("llama", hidden_size=40)
-        )
+        model = checkpoint("llama", hidden_size=40)
         head = write_head(tmp_path / kind, kind, model, **ODD, **OWN_WIDTH.get(kind, {}))
         direct = Direct(model, speculative=ALGORITHM[kind], draft_model=str(head), **{"draft_steps": 4, **settings})
         assert isinstance(direct.drafter, ShiftedDrafter)
@@ -82,7 +79,7 @@ def test_prompts_and_rounds_equal_a_recompute(
 
 
 @pytest.mark.parametrize(("steps", "topk", "num_tokens"), [(3, 2, 10), (3, 3, 8), (1, 3, 3)], ids=str)
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hyper-eagle"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_trees_equal_a_recompute_and_leave_nothing_behind(
     kind: str, steps: int, topk: int, num_tokens: int, make: Make
 ) -> None:
@@ -124,12 +121,12 @@ def test_a_sequence_does_not_change_another_ones_drafts(make: Make) -> None:
         assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hyper-eagle"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_states_have_the_width_and_dtype_of_their_side(kind: str, make: Make) -> None:
     """A head in bfloat16 for a target in float32: extend rows are the target's, all else is the draft's."""
     direct, plain = make(kind, draft_dtype="bfloat16")
     layout = direct.drafter.hidden
-    extend, recurrent = {"eagle": (40, 40), "eagle3": (120, 24), "hyper-eagle": (120, 120)}[kind]
+    extend, recurrent = {"eagle": (40, 40), "eagle3": (120, 24)}[kind]
     assert layout.spec("extend") == (extend, "float32") and layout.spec("recurrent") == (recurrent, "bfloat16")
     texts = [direct.text(length) for length in (2, 9)]
     first = direct.prompt(texts, 4)

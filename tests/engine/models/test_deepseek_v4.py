@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from model_pools import pools_of
 from own_mtp import with_mtp
 from safetensors.torch import load_file, save_file
+from ties import Reference
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.checkpoint.read_config import read_model_config
@@ -25,7 +27,7 @@ from baton.engine.engine import Engine
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
-from baton.metadata.errors import BatonError
+from baton.metadata.errors import BatonError, ModelError
 
 Checkpoint = Callable[..., Path]
 SIZES = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 8}
@@ -125,6 +127,38 @@ def test_settings_that_it_cannot_have_are_refused(
     common: dict[str, Any] = {"page_size": 4, "num_pages": 8, "speculative": "mtp", "device": "cpu"}
     with pytest.raises(BatonError, match=words):
         Engine(DecodeConfig(model=str(model), **(common | settings)))
+
+
+@pytest.mark.parametrize("is_collapsed", [False, True])
+def test_drafters_get_all_streams_and_collapsed_states_of_layers(is_collapsed: bool, checkpoint: Checkpoint) -> None:
+    """A family may hand over the state that the streams collapse to instead."""
+    model, ids = checkpoint("deepseek_v4"), random.Random(1).choices(range(512), k=20)
+    config = replace(read_model_config(model), hands_over_collapsed=is_collapsed)
+    loaded, reference = load_model(model, config, torch.float32, "cpu"), Reference(model).model.model
+    streams: list[torch.Tensor] = []  # at the inputs of layers, and behind the last one
+    modules = (*reference.layers, reference.hc_head)
+    hooks = [each.register_forward_pre_hook(lambda _, args: streams.append(args[0])) for each in modules]
+    batch, pools = (
+        ForwardBatch.build([BatchRow(ids, 0, [*range(1, 9)])], 4, "cpu"),
+        pools_of(config, 4, 9, float("nan")),
+    )
+    with torch.inference_mode():
+        states = loaded.forward_with_aux(batch, pools, (4, 0, 2))
+        final = reference(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+        for hook in hooks:
+            hook.remove()
+        aux = [reference.hc_head(streams[layer])[0] for layer in (4, 0, 2)]
+    torch.testing.assert_close(states.final, final, atol=1e-4, rtol=0)
+    torch.testing.assert_close(states.handoff, final if is_collapsed else streams[4][0].flatten(1), atol=1e-4, rtol=0)
+    assert loaded.handoff_hidden_size == states.handoff.shape[1] == (1 if is_collapsed else 3) * 64
+    for ours, theirs in zip(states.aux, aux, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_streams_of_another_number_than_the_tensors_are_refused(checkpoint: Checkpoint) -> None:
+    model = checkpoint("deepseek_v4")
+    with pytest.raises(ModelError, match="hc_attn_fn"):
+        load_model(model, replace(read_model_config(model), hc_mult=2), torch.float32, "cpu")
 
 
 def test_a_checkpoint_with_its_prediction_layer_drafts_by_itself(checkpoint: Checkpoint, tmp_path: Path) -> None:

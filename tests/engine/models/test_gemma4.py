@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from index_picks import forward
 from model_pools import pools_of
 from published_configs import PUBLISHED, write_config
 from safetensors.torch import load_file, save_file
+from ties import Reference
 
 from baton.engine.checkpoint.model_config import Gemma4Config, RopeConfig, WindowConfig
 from baton.engine.checkpoint.read_config import read_model_config
@@ -109,3 +111,12 @@ def test_keys_of_layers_that_share_others_are_left_alone(checkpoint: Callable[..
         (tmp_path / file).write_bytes((model / file).read_bytes())
     save_file(tensors | unread, tmp_path / "model.safetensors", {"format": "pt"})
     assert torch.equal(load_model(tmp_path, config, torch.float32, "cpu").forward(batch, pools), expected)
+
+
+def test_a_file_without_widths_by_layer_has_one_for_all(checkpoint: Callable[..., Path]) -> None:
+    """transformers writes an empty per_layer_config if heads are alike."""
+    model = checkpoint("gemma4_text", head_dim=24, global_head_dim=24)
+    config = read_model_config(model)
+    assert (config.head_dim, config.has_window_pool) == (24, False)
+    ids = list(range(3, 33))
+    torch.testing.assert_close(forward(model, ids)[0], Reference(model).all_logits(ids), atol=1e-4, rtol=0)

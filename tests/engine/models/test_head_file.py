@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from drafters import STREAM_MTP, target_of
 from heads import as_speculators, write_head
 
 from baton.engine.checkpoint.read_config import read_model_config
@@ -23,18 +24,23 @@ def test_a_leading_model_is_dropped_from_names(checkpoint: Checkpoint, tmp_path:
     assert "layers.2.eh_proj.weight" in without_model(names) and len(without_model(names)) == len(names)
 
 
-def test_a_head_has_streams_if_its_layer_mixes_them(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    one, four = checkpoint("llama"), checkpoint("hyper_llama")
-    plain = read_head(write_head(tmp_path / "eagle", "eagle", one), read_model_config(one))
-    wide = read_head(write_head(tmp_path / "hyper", "hyper-eagle", four), read_model_config(four))
-    assert (plain.config.spec_hidden_size, wide.config.spec_hidden_size) == (64, 256)
-    assert (plain.config.architecture, wide.config.architecture) == ("LlamaForCausalLM", "HyperLlamaForCausalLM")
-    check_state_width(plain, read_model_config(one))
-    check_state_width(wide, read_model_config(four))
-    with pytest.raises(ConfigError, match=r"64 numbers \(hc_mult 1\).*256 \(hc_mult 4\)"):
-        check_state_width(plain, read_model_config(four))
-    with pytest.raises(ConfigError, match=r"256 numbers \(hc_mult 4\).*64 \(hc_mult"):
-        check_state_width(wide, read_model_config(one))
+def test_a_head_takes_states_as_wide_as_its_target_hands_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Both widths and both numbers of streams are in the message."""
+    one, two, four = checkpoint("llama"), *(target_of(STREAM_MTP, checkpoint, hc_mult=num) for num in (2, 4))
+    heads = {
+        64: read_head(write_head(tmp_path / "eagle", "eagle", one), read_model_config(one)),
+        128: read_head(two, read_model_config(two)),
+        256: read_head(four, read_model_config(four)),
+    }
+    for width, head in heads.items():
+        for target in map(read_model_config, (one, two, four)):
+            if target.handoff_hidden_size == width:
+                check_state_width(head, target)
+                continue
+            with pytest.raises(ConfigError) as raised:
+                check_state_width(head, target)
+            words = f"states of {width} numbers (hc_mult {width // 64}); the target hands over"
+            assert f"{words} {target.handoff_hidden_size} (hc_mult {target.hc_mult})" in str(raised.value)
 
 
 def test_a_head_of_speculators_is_read_and_other_kinds_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -74,12 +80,10 @@ def test_a_head_keeps_its_directory_settings_and_names(checkpoint: Checkpoint, t
 def test_only_families_with_prediction_layers_of_their_own_are_read_as_themselves() -> None:
     for name, family in FAMILIES.items():
         own = name if family.read_mtp_layer is not None else "LlamaForCausalLM"
-        assert _architecture(frozenset(), {"architectures": ["Unknown", name]}) == own
-        mixes = frozenset({"layers.0.attn_hc.read"})
-        assert _architecture(mixes, {"architectures": [name]}) == "HyperLlamaForCausalLM"
+        assert _architecture({"architectures": ["Unknown", name]}) == own
     assert len({family.read_mtp_layer is None for family in FAMILIES.values()}) == 2
     for settings in ({}, {"architectures": None}, {"architectures": []}):
-        assert _architecture(frozenset({"attn_hc.read.weight"}), settings) == "LlamaForCausalLM"
+        assert _architecture(settings) == "LlamaForCausalLM"
 
 
 def test_a_damaged_file_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:

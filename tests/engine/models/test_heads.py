@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from drafters import target_of
-from heads import ALGORITHM, HYPER, HYPER_FROZEN, HYPER_MTP, KINDS, as_speculators, set_draft_ids, write_head
+from heads import ALGORITHM, KINDS, as_speculators, set_draft_ids, write_head
 from node_pair import params
 from oracle import Oracle
 from own_mtp import OwnMtpOracle, StreamMtpOracle, with_mtp
@@ -33,7 +33,7 @@ from baton.metadata.errors import BatonError, ConfigError, ModelError
 
 BOUND = 1e-4
 PROMPT = random.Random(3).choices(range(512), k=11)
-WIDTHS = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's
+WIDTHS = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than their target's
 
 Checkpoints = Callable[..., Path]
 
@@ -48,7 +48,7 @@ def head_of(kind: str, model: Path, directory: Path, **changes: Any) -> Path:
     return write_head(directory, kind, model, **(own | changes))
 
 
-@pytest.mark.parametrize(("kind", "temperature"), halved((*KINDS, HYPER, HYPER_MTP, HYPER_FROZEN), [0.0, 1.0]))
+@pytest.mark.parametrize(("kind", "temperature"), halved(KINDS, [0.0, 1.0]))
 def test_states_and_logits_equal_plain_torch(
     kind: str, temperature: float, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:

@@ -115,12 +115,11 @@ def test_several_layers_are_read_in_the_order_of_their_numbers(kind: str, model:
 
 @pytest.mark.parametrize(
     ("kind", "default"),
-    [("mtp-deepseek", True), ("mtp-mimo", False), ("mtp3-deepseek", True), ("mtp3-mimo", False), ("hyper-mtp3", True)],
+    [("mtp-deepseek", True), ("mtp-mimo", False), ("mtp3-deepseek", True), ("mtp3-mimo", False)],
 )
 def test_layers_are_chained_by_their_layout_unless_config_json_says_otherwise(
-    kind: str, default: bool, checkpoint: Callable[..., Path], tmp_path: Path
+    kind: str, default: bool, model: Path, tmp_path: Path
 ) -> None:
-    model = checkpoint("hyper_llama" if "hyper" in kind else "llama")
     for settings, expected in (({}, default), ({"mtp_chained": True}, True), ({"mtp_chained": False}, False)):
         head = write_head(tmp_path / json.dumps(settings), kind, model, **settings)
         assert takes_chained_states(read_head(head, read_model_config(model))) == expected

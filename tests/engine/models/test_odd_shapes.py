@@ -1,20 +1,20 @@
 """Families in odd shapes, end to end: the numbers of transformers in one forward, and its text through the handoff.
 
-Each row of SHAPES runs every test. The gate runs few prompts of each, `whole` all lengths and all of oracles/matrix.py.
+Each row of SHAPES runs every test. The gate compares the numbers of each, and the text of one shape per kind of pools,
+for few prompts. `whole` has all texts, all lengths and all of oracles/matrix.py.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from index_picks import recorded_picks
+from index_picks import forward
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
-from model_pools import pools_of
 from node_pair import node_pairs, params
 from own_mtp import with_mtp, with_qwen_mtp
 from safetensors.torch import load_file
@@ -22,9 +22,7 @@ from thinned import thinned
 from ties import Reference
 
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.engine.models.registry import load_model, tensor_specs
-from baton.engine.rounds.batch import ForwardBatch
-from baton.engine.work import BatchRow
+from baton.engine.models.registry import tensor_specs
 
 NUM_PAGES = 90
 MOST_BOUND = 2e-3  # of a tie, for a reference that disagrees with itself
@@ -216,6 +214,12 @@ SHAPES = {
     ),
 }
 
+HANDED_OVER = (  # pools of latents, with index keys, with picks that layers share, by window, of shared keys, of narrow
+    # values, of entries, of states
+    *("glm4-lite", "deepseek-v32", "glm-dsa", "gemma3", "gemma4-values-are-keys", "mimo", "deepseek-v4"),
+    *("qwen3-next", "qwen3.5"),
+)
+
 
 @pytest.fixture(params=SHAPES)
 def shape(request: pytest.FixtureRequest) -> Shape:
@@ -251,29 +255,13 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1, 512), k=num_tokens)
 
 
-def forward(
-    model: Path, ids: Sequence[int], chunks: Sequence[int], page_size: int = PAGE_SIZE
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the logits of all tokens, [len(ids), vocab_size], from pools full of NaN with scattered pages, and the
-    picks of each indexer."""
-    config = read_model_config(model)
-    loaded = load_model(model, config, torch.float32, "cpu")
-    pools = pools_of(config, page_size, NUM_PAGES, float("nan"))
-    pages, position, logits = random.Random(0).sample(range(1, NUM_PAGES), NUM_PAGES - 10), 0, []
-    with recorded_picks() as record:
-        for num in chunks:
-            batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], page_size, "cpu")
-            logits.append(loaded.logits(loaded.forward(batch, pools)))
-            position += num
-    return torch.cat(logits), record.of_layers(len(config.further[0].layers)) if config.index else []
-
-
 def test_logits_equal_transformers(model: Path, shape: Shape) -> None:
     ids = prompt(max(90, shape.page_size + 20))
     reference = reference_of(model, shape)
     for chunks in ((len(ids),), (1, 5, 13, 20, 1, 1, 1, 17, len(ids) - 59)):
         logits, picks = forward(model, ids, chunks, shape.page_size)
-        expected = reference.all_logits(ids, picks)
+        if picks or chunks == (len(ids),):
+            expected = reference.all_logits(ids, picks)
         assert expected.std() > 0.5  # else everything is close
         torch.testing.assert_close(logits, expected, atol=reference.bound, rtol=0)
 
@@ -285,12 +273,12 @@ def test_the_tensors_are_what_transformers_writes(model: Path) -> None:
     assert {spec.name: spec.shape for spec in tensor_specs(read_model_config(model), written)} == written
 
 
+@pytest.mark.parametrize("shape", thinned(SHAPES, lambda _, name: name in HANDED_OVER), indirect=True)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda each: f"{each[0]}-{each[-1]}")
 def test_the_handoff_serves_the_text_of_transformers(model: Path, shape: Shape, lengths: list[int]) -> None:
     """Prompts of each length: one of its own, in chunks, and one that finds its beginning in the prefix cache. Two
     ranks decode."""
     reference = reference_of(model, shape)
-    reference.max_router_ties = 1
     both = settings(shape, num_pages=600, chunk_tokens=23)
     longer = prompt(LONGEST)
     own = {f"own {length}": prompt(length, length) for length in lengths}
@@ -306,8 +294,10 @@ def test_the_handoff_serves_the_text_of_transformers(model: Path, shape: Shape, 
     num_hits = sum(bool(result.ended and result.ended.num_cached) for result in results.values())
     assert num_hits >= sum(length > 2 * shape.page_size for length in lengths) - 1
     for rid, ids in prompts.items():
-        check_text(reference, ids, results[rid, 0].ids, shape.page_size)
-    assert reference.num_ties <= 1, (reference.num_ties, reference.num_router_ties)
+        assert len(results[rid, 0].ids) == NUM_TOKENS
+        reference.assert_text(ids, results[rid, 0].ids)
+    print(f"{shape.family}: {reference.counts}")
+    assert reference.num_ties <= 1, reference.counts
 
 
 @pytest.mark.whole
@@ -322,16 +312,3 @@ def test_no_way_to_compute_it_changes_the_text(model: Path, shape: Shape) -> Non
         for cell in (Cell(False, True, False), Cell(True, True, True)):
             run_cell(pair, cell, plain.cases, "mixed")
         assert pair.decode.rounds.stats.num_drafted > 0
-
-
-def check_text(reference: Reference, ids: list[int], ours: list[int], page_size: int) -> None:
-    """Check a greedy text by one forward over all of it. Only a text with another token is generated anew. If a model
-    has indexers, the forward takes our picks, once it has another token with its own."""
-    text = ids + ours[:-1]
-    assert len(ours) == NUM_TOKENS
-    best = reference.all_logits(text)[len(ids) - 1 :].argmax(1).tolist()
-    if best != ours and reference.model.config.to_dict().get("index_topk"):
-        _, picks = forward(reference.model_dir, text, [len(text)], page_size)
-        best = reference.all_logits(text, picks)[len(ids) - 1 :].argmax(1).tolist()
-    if best != ours:
-        reference.assert_greedy(ids, ours, reference.generate(ids, NUM_TOKENS))

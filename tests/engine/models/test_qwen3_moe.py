@@ -69,6 +69,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-all-rotated": ("minimax_m2", {"rotary_dim": 16, "num_key_value_heads": 1}),
 }
 
+# one of each family; the logits of all variants are compared
+SPOKEN = ("qwen3-some-layers-dense", "glm-groups", "gpt-oss-odd", "minimax-all-rotated")
+
 
 @pytest.fixture(params=VARIANTS, scope="module")
 def model_dir(request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -114,10 +117,12 @@ def forward(model_dir: Path, ids: Sequence[int], chunks: Sequence[int]) -> tuple
 def test_logits_equal_transformers(model_dir: Path, chunks: tuple[int, ...]) -> None:
     ids, model = prompt(60), Reference(model_dir).model
     states: list[torch.Tensor] = []
-    for module in (*model.model.layers, model.model.norm):
-        module.register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
+    modules = (*model.model.layers, model.model.norm)
+    hooks = [each.register_forward_pre_hook(lambda _, args: states.append(args[0][0])) for each in modules]
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
+    for hook in hooks:
+        hook.remove()
     assert expected.std() > 0.5  # else everything is close
     logits, aux = forward(model_dir, ids, chunks)
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
@@ -129,6 +134,7 @@ def test_the_tensors_are_what_transformers_writes(model_dir: Path) -> None:
     assert {spec.name: spec.shape for spec in tensor_specs(read_model_config(model_dir))} == written
 
 
+@pytest.mark.parametrize("model_dir", thinned(VARIANTS, lambda _, name: name in SPOKEN), indirect=True)
 def test_greedy_text_equals_transformers(model_dir: Path) -> None:
     """Prompts in chunks, then rounds of several sequences, with and without drafts (every draft is its own target)."""
     solo, reference = Solo(model_dir, speculative="standalone", draft_model=str(model_dir)), Reference(model_dir)
@@ -166,7 +172,7 @@ def test_greedy_text_equals_transformers(model_dir: Path) -> None:
             ("gpt_oss", {"num_key_value_heads": 1}, {"tp": 2}, {}, None),
             ("gpt_oss", {}, {}, {"dp_attention": 2}, None),
         ],
-        lambda i, *_: i in (0, 1, 4, 6, 8),
+        lambda i, *_: i in (0, 1, 6, 8),
     ),
 )
 def test_ranks_and_fp8_give_the_text_of_transformers(
@@ -198,7 +204,8 @@ def test_ranks_and_fp8_give_the_text_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("family", "drafter"), [("qwen3_moe", "eagle3"), ("glm4_moe", "standalone"), ("minimax_m2", "eagle")]
+    ("family", "drafter"),
+    thinned([("qwen3_moe", "eagle3"), ("glm4_moe", "standalone"), ("minimax_m2", "eagle")], lambda i, *_: i != 1),
 )
 def test_drafts_do_not_change_the_text(family: str, drafter: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Prompts that share a beginning, twice, in chunks, with trees where the drafter has them."""

@@ -3,6 +3,7 @@ compared in test_odd_shapes.py."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from model_pools import pools_of
 from own_mtp import with_qwen_mtp
 from safetensors.torch import load_file, save_file
-from ties import Reference
+from ties import model_of
 
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.checkpoint.tensor_names import layer_prefixes
@@ -54,7 +55,7 @@ def test_the_prediction_layer_equals_its_formula(family: str, checkpoint: Callab
 @torch.no_grad()
 def formula(model: Path, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
     """Return the states after the last norm, by a decoder layer of transformers."""
-    reference = Reference(model).model
+    reference = copy.deepcopy(model_of(model))
     own = {name.removeprefix("mtp."): each for name, each in load_file(model / "model.safetensors").items()}
     place = reference.config.layer_types.index("full_attention")
     layer = reference.model.layers[place]

@@ -25,7 +25,6 @@ Checkpoint = Callable[..., Path]
         ("mistral", {}),
         ("qwen2", {}),
         ("qwen3", {}),
-        ("hyper_llama", {}),
     ],
 )
 def test_the_tensors_are_what_transformers_writes(

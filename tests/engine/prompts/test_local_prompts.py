@@ -22,7 +22,7 @@ def local(solo: Solo, prompt: list[int]) -> Running:
     """Return a sequence with a slot whose prompt is not computed yet."""
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=len(prompt))
     state = SamplingState(params, prompt, vocab_size=solo.engine.model_config.vocab_size)
-    pages = solo._allocate(len(prompt) + 24)
+    pages, _ = solo.allocate(len(prompt) + 24)
     sequence = Running(len(prompt), prompt, 0, pages, state, lacks_draft=True, tail=solo._tails[pages[0]])
     solo.rounds.admit(sequence, None)
     return sequence

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ORDINARY, settings, target_of
+from drafters import ORDINARY, STREAM_MTP, settings, target_of
 from grammars import LETTERS
 from node_pair import params
 from scratch import check_state
@@ -32,7 +32,6 @@ from baton.engine.rounds.rounds import LocalChunk
 from baton.engine.rounds.step_graphs import StepGraphs
 from baton.engine.rounds.trees import Drafts
 from baton.engine.sampling.state import SamplingState
-from baton.engine.state.pages import Owner
 from baton.engine.work import BatchRow
 from baton.metadata.wire.request import SamplingParams
 
@@ -84,15 +83,18 @@ class World:
 
     def _local(self, index: int, prompt: list[int]) -> Running:
         state = SamplingState(asked(index), prompt, vocab_size=self.solo.engine.model_config.vocab_size)
-        pages = self.solo.engine.pool.allocate(-(-(len(prompt) + 110) // PAGE), Owner.REQUEST)
-        sequence = Running(len(prompt), list(prompt), 0, pages, state, lacks_draft=True)
+        pages, tail = self.solo.allocate(len(prompt) + 110)
+        sequence = Running(len(prompt), list(prompt), 0, pages, state, lacks_draft=True, tail=tail)
         self.solo.rounds.admit(sequence, None)
         return sequence
 
     def share_pages(self, source: int, target: int) -> None:
         """Let a prompt find the first two pages of the same prompt."""
-        self.local[target].pages = self.all[source].pages[:2] + self.local[target].pages[2:]
-        self.local[target].num_computed = 2 * PAGE
+        given, taking = self.all[source], self.local[target]
+        taking.pages = given.pages[:2] + taking.pages[2:]
+        if given.tail is not None and taking.tail is not None:
+            taking.tail.pages[:2] = given.tail.pages[:2]
+        taking.num_computed = 2 * PAGE
 
     def step(self, chunks: dict[int, int], members: Sequence[int], num_steps: int, limits: Sequence[int]) -> None:
         """Run a round of `members`, and compute so many tokens of prompts."""
@@ -101,7 +103,8 @@ class World:
         for sequence, most in zip(sequences, chunks.values(), strict=True):
             start = sequence.num_computed
             stop = min(start + most, len(sequence.token_ids) - 1)
-            rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0))
+            tail = None if sequence.tail is None else sequence.tail.pages
+            rows.append(BatchRow(sequence.token_ids[start:stop], start, sequence.pages, 0, tail=tail))
         rounds, shape = self.solo.rounds, self.solo.rounds.shape.with_steps(num_steps)
         beside = LocalChunk(sequences, rows) if rows and self.joins else None
         if rows and beside is None:
@@ -190,10 +193,10 @@ def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("name", "shape"),
     thinned(
         [
-            *[(name, {}) for name in ("ngram", *ORDINARY)],
+            *[(name, {}) for name in ("ngram", *ORDINARY, STREAM_MTP)],
             *[(name, TREES) for name in ("eagle", "eagle3", "frozen-kv-mtp")],
         ],
-        lambda i, *_: i % 4 == 0,
+        lambda i, name, _: i % 4 == 0 or name == STREAM_MTP,
     ),
     ids=lambda each: each if isinstance(each, str) else ("tree" if each else "chain"),
 )
@@ -216,7 +219,7 @@ def test_a_joint_forward_brings_what_two_forwards_bring(
 
 # --- the graphs, captured by a stand-in ---
 
-GRAPHED = ("ngram", "standalone", "eagle3", "hyper-eagle", "frozen-kv-mtp", "mtp3-deepseek")
+GRAPHED = ("ngram", "standalone", "eagle3", "frozen-kv-mtp", "mtp3-deepseek")
 PADDED_CHUNKS = (6, 24)  # sizes of chunks of small graphs
 
 

@@ -30,7 +30,7 @@ def uses(chain: Chain) -> list[tuple[str, tuple[int, ...]]]:
     return [(use.mode, tuple(use.weight.shape)) for use in chain.uses]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "hyper_llama"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_layers_and_head_of_a_model(family: str, checkpoint: Callable[..., Path]) -> None:
     engine = load(checkpoint(family))
     assert [uses(chain) for chain in find_chains(engine.model, engine.drafter)] == [BODY, HEAD]

@@ -124,6 +124,19 @@ def test_a_request_finds_room_on_one_rank() -> None:
     assert node.room == 25, "the node's figures count what it granted"
 
 
+def test_a_request_finds_room_only_beside_free_tail_pages() -> None:
+    node = add_node(make_group(), "decode", "d0", num_pages=100)
+    node.report(Load(30, 1, 0, free_tails=5), 1.0)
+    assert (node.room_for(0), node.room_for(5), node.room_for(6)) == (30, 30, 0)
+    node.reserve("a", 0, {0, 1}, 10, 2)
+    assert (node.room_for(1), node.room_for(2)) == (10, 0), "the node has not answered for four of them"
+    node.grant("a", 0, {0})
+    node.report(Load(20, 2, 0, free_tails=3), 1.0)
+    assert node.room_for(3) == 20, "the node's figures count what it granted"
+    node.release("a", 0, {0})
+    assert node.holds_nothing
+
+
 def test_all_choices_of_a_request_find_room_on_one_rank() -> None:
     node = add_node(make_group(), "decode", "d0", num_pages=100, num_pools=2, max_running=8)
     assert node.choice_room == 4

@@ -16,7 +16,7 @@ from baton.metadata.errors import BatonError, RequestError
 from baton.metadata.handoff.schema.schema import decode_len, pages_of, prefill_pages
 from baton.metadata.wire.membership import Heartbeat
 from baton.metadata.wire.messages import CapacityFreed, Prefill, Reserve, Reserved
-from baton.metadata.wire.node_info import Load, NodeStats
+from baton.metadata.wire.node_info import FurtherPool, KvPlane, Load, NodeStats
 from baton.metadata.wire.request import Ended, FinishReason, SamplingParams, TokenLogprobs, unpack_ids
 from baton.router.config import RouterConfig
 from baton.router.dispatching.dispatcher import Dispatcher
@@ -460,6 +460,17 @@ def test_a_request_must_fit_the_pool_of_one_rank() -> None:
         assert need.fits_any([(prefill, decode)]) == fits
     lookahead = need._replace(pages_per_choice=2)
     assert lookahead.most_choices(Node(make_hello("prefill", "p", num_pages=80, num_pools=2), group, 0.0)) == 5
+
+
+@pytest.mark.parametrize(("window", "num_tails"), [(0, 0), (5, 1), (6, 2), (22, 3), (2000, 32)])
+def test_a_decode_node_needs_the_tail_pages_that_the_next_tokens_read_and_write(window: int, num_tails: int) -> None:
+    """Of 500 tokens and two rounds in 32 pages of 16."""
+    group = make_group()
+    pool = FurtherPool("window", 1, (KvPlane("k", 1, 8, "float32"),), window)
+    target = msgspec.structs.replace(group.layout.target, further=(pool,))
+    group.layout = msgspec.structs.replace(group.layout, target=target)
+    need = Need.of(make_request(group, prompt_len=500), 0, needs_decode=True)
+    assert (need.decode_pages, need.num_tails) == (32, num_tails)
 
 
 def test_an_error_names_the_pages_of_one_rank() -> None:

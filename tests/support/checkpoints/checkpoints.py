@@ -63,7 +63,6 @@ _DELTA_EXPERTS: dict[str, Any] = {
 _CLASS_NAMES = {
     "qwen3_5_text": "Qwen3_5",
     "qwen3_5_moe_text": "Qwen3_5Moe",
-    "hyper_llama": "Llama",
     "minimax_m2": "MiniMaxM2",
     "deepseek_v32": "DeepseekV32",
     "gemma3_text": "Gemma3",
@@ -231,13 +230,12 @@ _NORMED = {
 def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
     """Write a random float32 model of `family` with a byte-level tokenizer of 512 ids, and return `path`.
 
-    Families: those of transformers' configurations, most of which `FIELDS` makes small, and hyper_llama, a llama with
-    `hc_mult` residual streams (4 by default). Layers of deepseek_v2 and deepseek_v3 are dense unless
-    `first_k_dense_replace` is given. `config` overrides fields of the transformers configuration."""
+    Families: those of transformers' configurations, most of which `FIELDS` makes small. Layers of deepseek_v2 and
+    deepseek_v3 are dense unless `first_k_dense_replace` is given. `config` overrides fields of the transformers
+    configuration."""
     import torch
     import transformers
 
-    hc_mult: Any = config.pop("hc_mult", 4) if family == "hyper_llama" else None
     class_name = _CLASS_NAMES.get(family) or "".join(map(str.capitalize, family.split("_")))
     fields: dict[str, Any] = {**TINY, "head_dim": 16, **FIELDS.get(family, {}), **config}
     if "kv_lora_rank" in fields:
@@ -250,8 +248,6 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     model = getattr(transformers, f"{class_name}ForCausalLM")(getattr(transformers, config_name)(**fields))
     path.mkdir(parents=True, exist_ok=True)
     model.float().eval().save_pretrained(path)
-    if family == "hyper_llama":
-        _add_streams(path, hc_mult, seed)
     if family in _BIASED:
         _spread(path, seed, {"sink_bias": 2.0, "bias": 0.3, "sinks": 2.0, "sink": 2.0, "ape": 1.0, "_base": 0.7})
     if "linear_num_key_heads" in fields:
@@ -270,23 +266,6 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     }
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return path
-
-
-def _add_streams(path: Path, hc_mult: Any, seed: int) -> None:
-    """Add residual streams to the llama in `path`. If there are None, 0 or 1, only the architecture's name changes."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    config = json.loads((path / "config.json").read_text())
-    config |= {"architectures": ["HyperLlamaForCausalLM"], "model_type": "hyper_llama", "hc_mult": hc_mult}
-    (path / "config.json").write_text(json.dumps(config))
-    if hc_mult is None or hc_mult < 2:
-        return
-    generator = torch.Generator().manual_seed(seed)
-    tensors = load_file(path / "model.safetensors")
-    for layer in range(config["num_hidden_layers"]):
-        tensors |= random_sites(f"model.layers.{layer}", hc_mult, generator)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
 def _spread(path: Path, seed: int, scales: dict[str, float]) -> None:
@@ -322,18 +301,6 @@ def _remember(path: Path) -> None:
         if name.endswith(".A_log"):
             tensors[name] -= 4.0
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-
-
-def random_sites(prefix: str, hc_mult: int, generator: Any) -> dict[str, Any]:
-    """Return a layer's hyper-connections, in which every stream differs from the others."""
-    import torch
-
-    sites: dict[str, Any] = {}
-    for site in ("attn_hc", "ffn_hc"):
-        sites[f"{prefix}.{site}.read"] = torch.randn(hc_mult, generator=generator)
-        sites[f"{prefix}.{site}.write"] = torch.randn(hc_mult, generator=generator)
-        sites[f"{prefix}.{site}.mix"] = torch.eye(hc_mult) + 0.2 * torch.randn(hc_mult, hc_mult, generator=generator)
-    return sites
 
 
 @cache

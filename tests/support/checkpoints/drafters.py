@@ -9,23 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from heads import (
-    ALGORITHM,
-    HYPER,
-    HYPER_FROZEN,
-    HYPER_LAYERED,
-    HYPER_MTP,
-    HYPERS,
-    KINDS,
-    LAYERED,
-    SIX_LAYERS,
-    write_head,
-)
+from heads import ALGORITHM, KINDS, LAYERED, SIX_LAYERS, write_head
 from own_mtp import with_mtp
 from safetensors.torch import load_file, save_file
 
-NAMES = ("standalone", *KINDS, HYPER, HYPER_MTP, HYPER_FROZEN)  # that run once a token
-ORDINARY = (*NAMES, *LAYERED, HYPER_LAYERED)  # on a llama, with residual streams or without
+NAMES = ("standalone", *KINDS)  # that run once a token
+ORDINARY = (*NAMES, *LAYERED)  # on a llama
 STREAM_MTP = "mtp-of-deepseek-v4"  # which reads all residual streams, and drafts chains only
 _OWN: dict[str, tuple[str, dict[str, Any]]] = {  # prediction layers in the target's own checkpoint
     "mtp-of-glm4": ("glm4_moe", {}),
@@ -44,8 +33,8 @@ OF_FAMILIES = (*_OWN, *_HEADS)  # on targets with experts, latents or windows
 TREES_OF_FAMILIES = tuple(name for name in OF_FAMILIES if name != STREAM_MTP)
 RARE = ("mtp-of-mimo", "eagle-on-gemma4", STREAM_MTP)  # the gate leaves them out of tests that take long
 ALL = (*ORDINARY, *OF_FAMILIES)
-SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", HYPER, HYPER_MTP, *OF_FAMILIES)
-_UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24, HYPER_FROZEN: 24}  # heads of another width than their target's
+SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", *OF_FAMILIES)
+_UNLIKE = {"eagle3": 24, "frozen-kv-mtp": 24}  # heads of another width than their target's
 
 
 def target_of(name: str, checkpoint: Callable[..., Path], **config: Any) -> Path:
@@ -57,11 +46,11 @@ def target_of(name: str, checkpoint: Callable[..., Path], **config: Any) -> Path
         return path if path.exists() else with_mtp(source, path)
     if name in _HEADS:
         return checkpoint(_HEADS[name][0], **config)
-    return checkpoint("hyper_llama" if name in HYPERS else "llama", **config)
+    return checkpoint("llama", **config)
 
 
 def most_steps(name: str) -> int:
-    return {SIX_LAYERS: 6, **dict.fromkeys((*LAYERED, HYPER_LAYERED), 3)}.get(name, 15)
+    return {SIX_LAYERS: 6, **dict.fromkeys(LAYERED, 3)}.get(name, 15)
 
 
 def settings(name: str, model: Path, directory: Path, *, steps: int = 5) -> dict[str, Any]:

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import random_sites
 from safetensors.torch import load_file, save_file
 
 KINDS = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")  # for an ordinary target
 LAYERED = ("mtp3-deepseek", "mtp3-mimo")  # three layers, one a step
 SIX_LAYERS = "mtp6-deepseek"  # more than short prompts have tokens
-HYPER = "hyper-eagle"
-HYPER_MTP, HYPER_LAYERED, HYPER_FROZEN = "hyper-mtp", "hyper-mtp3", "hyper-frozen-kv-mtp"
-HYPERS = (HYPER, HYPER_MTP, HYPER_LAYERED, HYPER_FROZEN)  # for a target with residual streams
 ALGORITHM = {
     "eagle": "eagle",
     "eagle3": "eagle3",
@@ -26,10 +22,6 @@ ALGORITHM = {
     "mtp3-mimo": "mtp",
     SIX_LAYERS: "mtp",
     "frozen-kv-mtp": "frozen-kv-mtp",
-    HYPER: "eagle",
-    HYPER_MTP: "mtp",
-    HYPER_LAYERED: "mtp",
-    HYPER_FROZEN: "frozen-kv-mtp",
 }
 
 
@@ -58,8 +50,8 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
     if kind == "eagle3":
         config |= {"draft_vocab_size": config["vocab_size"] // 2, "target_hidden_size": target["hidden_size"]}
         config["eagle_aux_hidden_state_layer_ids"] = [0, 1, target["num_hidden_layers"]]
-    if kind in (*LAYERED, SIX_LAYERS, HYPER_LAYERED):  # as in a target's own directory
-        num_layers = int(kind.removeprefix("hyper-").removeprefix("mtp")[0])
+    if kind in (*LAYERED, SIX_LAYERS):  # as in a target's own directory
+        num_layers = int(kind.removeprefix("mtp")[0])
         config |= {"num_hidden_layers": target["num_hidden_layers"], "num_nextn_predict_layers": num_layers}
     if ALGORITHM[kind] == "frozen-kv-mtp":
         kv = {"num_key_value_heads": target.get("num_key_value_heads"), "head_dim": target["head_dim"]}
@@ -71,11 +63,6 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
         shapes = _frozen_kv(config, target)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: _random(shape, generator) for name, shape in shapes.items()}
-    if kind in (HYPER, HYPER_MTP, HYPER_LAYERED):
-        config |= {"architectures": ["HyperLlamaForCausalLMEagle"], "hc_mult": target["hc_mult"]}
-        stems = {name.removesuffix(".input_layernorm.weight") for name in shapes if "input_layernorm" in name}
-        for stem in sorted(stems):
-            tensors |= random_sites(stem, target["hc_mult"], generator)
     if kind == "eagle3":
         num = config["draft_vocab_size"]
         tensors["d2t"] = torch.arange(num)  # draft id i is target id 2 i
@@ -162,28 +149,6 @@ def _eagle(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[in
     return shapes
 
 
-def _hyper_eagle(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    size, wide = config["hidden_size"], target["hc_mult"] * config["hidden_size"]
-    return _layer("layers.0", config) | {
-        "fc.weight": (wide, size + wide),
-        "hidden_norm.weight": (wide,),
-        "norm.weight": (size,),
-    }
-
-
-def _hyper_mtp(config: dict[str, Any], target: dict[str, Any], num: int) -> dict[str, tuple[int, ...]]:
-    size, shapes = config["hidden_size"], dict[str, tuple[int, ...]]()
-    for m in range(num):
-        shapes |= _layer(f"mtp.{m}", config) | {
-            f"mtp.{m}.enorm.weight": (size,),
-            f"mtp.{m}.hnorm.weight": (size,),
-            f"mtp.{m}.e_proj.weight": (size, size),
-            f"mtp.{m}.h_proj.weight": (size, size),
-            f"mtp.{m}.norm.weight": (size,),
-        }
-    return shapes
-
-
 def _eagle3(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     size, vocab_size = config["hidden_size"], config["vocab_size"]
     return _layer("midlayer", config, qkv_in=2 * size) | {
@@ -263,10 +228,6 @@ def _frozen_kv(config: dict[str, Any], target: dict[str, Any]) -> dict[str, tupl
 _SHAPES = {
     "frozen-kv-mtp": _frozen_kv,
     "eagle": _eagle,
-    HYPER: _hyper_eagle,
-    HYPER_MTP: partial(_hyper_mtp, num=1),
-    HYPER_LAYERED: partial(_hyper_mtp, num=3),
-    HYPER_FROZEN: _frozen_kv,
     "eagle3": _eagle3,
     "mtp-deepseek": _mtp_deepseek,
     "mtp-mimo": _mtp_mimo,

@@ -38,6 +38,7 @@ MENDED_SINCE = "cannot be parked"  # an earlier release calls a repeated claim m
 TOO_NEW = "Expected `array` of at most length"
 LEAVE_S = 2.0  # how long processes that a process started may outlive it
 TAIL_LINES = 40
+RANKS = {"--tp", "--dp-attention"}  # another release starts such ranks in new interpreters
 
 
 PORTS = range(10_000, 32_000)  # below the ephemeral ports, which the kernel gives to clients
@@ -156,11 +157,11 @@ class Cluster:
         return self.start_process("router", "router", *address, *flags)
 
     def start_node(self, role: str, name: str, *flags: str, model: Path | None = None) -> Process:
-        """Start a node. `role` is prefill or decode. It has one CPU thread, and `node_share` of a GPU, unless `flags`
-        say otherwise."""
+        """Start a node. `role` is prefill or decode. It has one CPU thread, short chunks, because it measures their
+        times at its start, and `node_share` of a GPU, unless `flags` say otherwise."""
         model = model or self.model
         chosen = ["--model", str(model)] if model else []
-        meeting = ["--router", self.node_address, "--node-id", name, "--threads", "1"]
+        meeting = ["--router", self.node_address, "--node-id", name, "--threads", "1", "--chunk-tokens", "128"]
         share = (
             [] if name in self.releases else ["--memory-share", f"{self.node_share:.3f}"]
         )  # older releases have none
@@ -173,8 +174,8 @@ class Cluster:
         if name in self.releases:
             environ["PYTHONPATH"] = str(self.releases[name])
         log_path.touch()
-        if self.is_forked and name not in self.releases:
-            popen = Forked(argv, log_path, environ)
+        if self.is_forked and (name not in self.releases or RANKS.isdisjoint(argv)):
+            popen = Forked(argv, log_path, environ, self.releases.get(name))
         else:
             popen = _start(argv, log_path, environ)
         self.processes[name] = Process(name, popen, log_path)

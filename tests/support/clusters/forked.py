@@ -3,8 +3,9 @@ torch takes most of their start.
 
     rooms.py --fork--> fork server of a room --fork--> node --fork--> ranks 1 and above of the node
 
-test_up.py and test_releases.py start the command itself from a bare interpreter. Here the same function runs with the
-same arguments, in its own process, group, log and environment. Tests of engine/ranks start ranks as a node does.
+test_up.py starts the command itself from a bare interpreter. Here the same function runs with the same arguments, in
+its own process, group, log and environment. A process of another release forgets this tree's modules, and imports that
+release's. Tests of engine/ranks start ranks as a node does.
 """
 
 from __future__ import annotations
@@ -79,9 +80,10 @@ def fork_context() -> Any:
 class Forked:
     """The part of `subprocess.Popen` that the tests use."""
 
-    def __init__(self, argv: Sequence[str], log: Path, environ: dict[str, str]) -> None:
-        """Start `baton *argv`, and append its output to `log`."""
-        self._process = fork_context().Process(target=_run, args=(list(argv), str(log), environ), daemon=True)
+    def __init__(self, argv: Sequence[str], log: Path, environ: dict[str, str], release: Path | None = None) -> None:
+        """Start `baton *argv`, and append its output to `log`. `release`: the directory with another `baton`."""
+        arguments = (list(argv), str(log), environ, release)
+        self._process = fork_context().Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         self.pid: int = self._process.pid
 
@@ -105,7 +107,7 @@ class Forked:
         self._process.kill()
 
 
-def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
+def _run(argv: list[str], log: str, environ: dict[str, str], release: Path | None) -> None:
     """Run the command in the child."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start ranks
     os.setpgid(0, 0)
@@ -120,11 +122,21 @@ def _run(argv: list[str], log: str, environ: dict[str, str]) -> None:
         from faulty import switch_on
 
         switch_on(environ[FAULT_PLAN])
+    if release is not None:
+        _forget_this_tree()
+        sys.path.insert(0, str(release))
     from baton.deploy.cli import main
-    from baton.engine.ranks import processes as rank_processes
 
-    rank_processes.multiprocessing = _RanksOfNode  # type: ignore[assignment]
+    if release is None:
+        from baton.engine.ranks import processes as rank_processes
+
+        rank_processes.multiprocessing = _RanksOfNode  # type: ignore[assignment]
     sys.exit(main(argv))
+
+
+def _forget_this_tree() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "baton"]:
+        del sys.modules[name]
 
 
 # --- ranks ---

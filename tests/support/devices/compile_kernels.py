@@ -139,12 +139,13 @@ def _picks() -> None:
     attends |= {"KEYS_FIRST": False, "tree_starts_ptr": None, "visible_ptr": None}
     _compiled.discard(triton_latents._decode_kernel)  # with each key on a page of its own
     print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
-    run = {"PAGE_SIZE": 16, "RUN": 16384}
-    first = {**run, "slots_ptr": None, "rows_ptr": None, "counts_ptr": None}
-    last = {**run, "keys_ptr": None, "places_ptr": None}
-    for name, constants, found in (("best of scores", first, "*fp32"), ("best of the best", last, "*i32")):
-        types = {**types, "from": found, "keys": "*i32"}
-        print(name, compiled_bytes(triton_picks._best_kernel, constants, types, num_warps=8))
+    types |= {"scores": "*fp32", "nums": "*i32", "bounds": "*i32"}
+    print("bounds", compiled_bytes(triton_picks._bounds_kernel, {"SAMPLE": 8192}, types, num_warps=8))
+    print("candidates", compiled_bytes(triton_picks._candidates_kernel, {"PART": 4096}, types, num_warps=4))
+    few = {"PAGE_SIZE": 16, "RUN": 4096, "LEVELS": 7}
+    every = {"PAGE_SIZE": 16, "RUN": 16384, "LEVELS": 0, "slots_ptr": None, "nums_ptr": None}
+    for name, constants in (("choice", few), ("choice of all slots", every)):
+        print(name, compiled_bytes(triton_picks._choice_kernel, constants, types, num_warps=8))
 
 
 def _fp8() -> None:
@@ -158,7 +159,7 @@ def _fp8() -> None:
     for groups, width in ((1, 16384), (32, 128)):
         constants = {"GROUPS": groups, "WIDTH": width, "IS_POWER": False, "DEPENDENT": True}
         kernel = triton_fp8_rows._silu_round_kernel
-        print(f"silu {width}", compiled_bytes(kernel, constants, types, num_warps=16))
+        print(f"silu {width}", compiled_bytes(kernel, constants, types, num_warps=8))
         constants |= {"ADDS": True, "PARTS": 4}
         kernel, of_norm = triton_fp8_rows._norm_round_kernel, types | {"weight": "*bf16", "delta": "*fp32"}
         print(f"norm {width}", compiled_bytes(kernel, constants, of_norm, num_warps=16))

@@ -17,7 +17,7 @@ PARAMS: list[dict[str, Any]] = [
 ]
 MEMBERS = ((0,), (1, 0), (2, 1, 0), (0, 2), (1, 2, 0), (2,))  # of three sequences, round after round
 CASES: list[tuple[str, dict[str, int]]] = [  # drafters (drafters.py) and settings beside theirs
-    *[(name, {}) for name in ("ngram", "standalone", "eagle3", "hyper-eagle", "frozen-kv-mtp", "mtp3-deepseek")],
+    *[(name, {}) for name in ("ngram", "standalone", "eagle3", "frozen-kv-mtp", "mtp3-deepseek")],
     ("eagle", {"draft_topk": 2, "draft_steps": 3}),
 ]
 

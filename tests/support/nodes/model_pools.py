@@ -1,4 +1,4 @@
-"""Pools of a model outside an engine, for a single forward."""
+"""Pools of a model outside an engine, for a single forward, and pages of a sequence outside a node."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 from baton.engine.checkpoint.model_config import VALUES, ModelConfig
 from baton.engine.state.model_pools import ModelPools
+from baton.engine.state.pages import Owner, PagePool
+from baton.engine.state.tail_pages import TailPages
 from baton.metadata.handoff.schema.kv_layout import KvLayout, planes_of, pool_of
 from baton.metadata.wire.node_info import KvPlane
 
@@ -28,3 +30,14 @@ def pools_of(
     return ModelPools(
         pool(described.num_layers, planes_of(described)), values=further.pop(VALUES, None), further=further
     )
+
+
+def pages_for(pool: PagePool, num_tokens: int) -> tuple[list[int], TailPages | None]:
+    """Allocate pages for so many tokens. Return them, and the table of as many tail pages beside them; None: the model
+    has none."""
+    pages = pool.allocate(-(-num_tokens // pool.page_size), Owner.REQUEST)
+    if not pool.num_tails:
+        return pages, None
+    tail = TailPages(pool.num_pages)
+    tail.extend(len(pages), pool.allocate_tails(len(pages), Owner.REQUEST))
+    return pages, tail

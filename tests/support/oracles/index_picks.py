@@ -1,16 +1,23 @@
-"""Records of what the indexers of this process pick, in the form in which `Reference.all_logits` takes them."""
+"""Forwards of our own models outside an engine, and what their indexers pick, as `Reference.all_logits` takes it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from model_pools import pools_of
 
 from baton.engine.attention import picked
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.layers import compressed_attention
+from baton.engine.models.registry import load_model
+from baton.engine.rounds.batch import ForwardBatch
+from baton.engine.work import BatchRow
 
 
 class PickRecord:
@@ -40,6 +47,26 @@ def recorded_picks() -> Iterator[PickRecord]:
         mock.patch.object(compressed_attention, "pick", record.pick),
     ):
         yield record
+
+
+def forward(
+    model: Path, ids: Sequence[int], chunks: Sequence[int] = (), page_size: int | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the logits of all tokens on the CPU, [len(ids), vocab_size], from pools full of NaN with scattered pages,
+    and the picks of each indexer. `chunks`: sizes of the parts that are computed one after the other; by default all
+    at once."""
+    config = read_model_config(model)
+    if page_size is None:
+        page_size = 4 if config.compressed is None else config.compressed.page_unit
+    loaded, num_pages = load_model(model, config, torch.float32, "cpu"), -(-len(ids) // page_size) + 12
+    pools = pools_of(config, page_size, num_pages, float("nan"))
+    pages, position, logits = random.Random(0).sample(range(1, num_pages), num_pages - 10), 0, list[torch.Tensor]()
+    with recorded_picks() as record:
+        for num in chunks or (len(ids),):
+            batch = ForwardBatch.build([BatchRow(ids[position : position + num], position, pages)], page_size, "cpu")
+            logits.append(loaded.logits(loaded.forward(batch, pools)))
+            position += num
+    return torch.cat(logits), record.of_layers(len(config.further[0].layers)) if config.index else []
 
 
 _pick = picked.pick

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from drawn_places import Place
 from grammars import EOS, THOUGHTS_AND_OBJECT, WORDS, allowed
+from model_pools import pages_for
 from node_pair import NodePair, Result, params, replace
 
 from baton.decode_node.scheduler import StepPlan
 from baton.engine.drafters.base import RoundRows
-from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.inputs import InputBlock
 from baton.engine.rounds.rounds import Submitted
@@ -169,31 +169,22 @@ def _least_gap(pair: NodePair, case: Case) -> float:
     engine, gaps = pair.prefill.prompts.engine, []
     vocab_size = engine.model_config.vocab_size
     longest = len(case.prompt) + case.params.max_tokens
-    pages, tail = pages_for(engine, longest)
+    pages, tail = pages_for(engine.pool, longest)
+    table = None if tail is None else tail.pages
     for choice, result in enumerate(case.expected):
         states = [
             SamplingState(case.params, case.prompt, result.ids[:i], vocab_size=vocab_size, choice=choice)
             for i in range(len(result.ids))
         ]
         with torch.inference_mode():
-            logits = engine.forward([BatchRow(case.prompt + result.ids[:-1], 0, pages, len(result.ids), tail=tail)])
+            logits = engine.forward([BatchRow(case.prompt + result.ids[:-1], 0, pages, len(result.ids), tail=table)])
             batch = SamplingBatch.of(states)
             if case.params.grammar is not None:
                 batch = batch.within(allowed(engine.model_dir, case.params, result.ids, vocab_size))
             gaps.append(float(tie_gap(logits, batch).min()))
             assert sample(logits, batch).token_ids.tolist() == result.ids or gaps[-1] < LEAST_GAP, case.ask
-    engine.pool.release(pages + [engine.pool.num_pages + page for page in tail])
+    engine.pool.release(pages + ([] if tail is None else tail.own))
     return min(gaps)
-
-
-def pages_for(engine: Engine, num_tokens: int) -> tuple[list[int], list[int]]:
-    """Allocate pages for so many tokens. Return them, and the table of tail pages beside them, which is empty if the
-    model has none."""
-    pool = engine.pool
-    pages, tails = pool.allocate(-(-num_tokens // pool.page_size), Owner.REQUEST), list[int]()
-    if engine.tail_window:
-        tails = pool.allocate_tails(len(pages), Owner.REQUEST)
-    return pages, [page - pool.num_pages for page in tails]
 
 
 # --- drafters that are often right ---

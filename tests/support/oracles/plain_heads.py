@@ -38,7 +38,6 @@ class TargetRows(NamedTuple):
     """States that a target leaves for its head and for drafters, of one sequence."""
 
     final: Tensor  # [num_rows, hidden_size], after the last norm
-    handoff: Tensor  # the same, or with residual streams all of them, [num_rows, hc_mult * hidden_size]
     residuals: list[Tensor]  # entry j: the residual stream at the input of layer j; the last: before the last norm
     kv: list[KeyValue]  # by layer
 
@@ -78,39 +77,19 @@ class Plain:
         return Rows(rows.final, self.logits(rows.final), rows.kv)
 
     def target_rows(self, token_ids: Sequence[int]) -> TargetRows:
-        """Run a whole Llama, or one with residual streams."""
-        x, hc_mult, stored = self.embed(torch.tensor(token_ids)), self.config.get("hc_mult") or 1, []
-        if hc_mult > 1:
-            x = x.unsqueeze(1).expand(-1, hc_mult, -1)
-        residuals = [x.sum(1) if hc_mult > 1 else x]
+        """Run a whole Llama."""
+        residuals, stored = [self.embed(torch.tensor(token_ids))], list[KeyValue]()
         for i in range(self.config["num_hidden_layers"]):
-            x, kv = self.layer_over_streams(f"layers.{i}", x) if hc_mult > 1 else self.layer(f"layers.{i}", x)
+            x, kv = self.layer(f"layers.{i}", residuals[-1])
             stored.append(kv)
-            residuals.append(x.sum(1) if hc_mult > 1 else x)
-        final = self.norm(residuals[-1], "norm")
-        return TargetRows(final, x.flatten(1) if hc_mult > 1 else final, residuals, stored)
+            residuals.append(x)
+        return TargetRows(self.norm(residuals[-1], "norm"), residuals, stored)
 
     def layer(self, prefix: str, x: Tensor, attended: Tensor | None = None) -> tuple[Tensor, KeyValue]:
         """Run a decoder layer on `x` [num_rows, hidden_size]. `attended`: what the attention reads, if it is not the
         normed `x`."""
         out, kv = self.attention(prefix, self.norm(x, f"{prefix}.input_layernorm") if attended is None else attended)
         return self.with_mlp(prefix, x + out), kv
-
-    def layer_over_streams(self, prefix: str, streams: Tensor) -> tuple[Tensor, KeyValue]:
-        """Run a decoder layer on `streams` [num_rows, hc_mult, hidden_size] with hyper-connections."""
-        stored: list[KeyValue] = []
-
-        def attend(x: Tensor) -> Tensor:
-            out, kv = self.attention(prefix, self.norm(x, f"{prefix}.input_layernorm"))
-            stored.append(kv)
-            return out
-
-        branches = {"attn_hc": attend, "ffn_hc": lambda x: self.mlp(prefix, x)}
-        for site, branch in branches.items():
-            read, write, mix = (self.tensors[f"{prefix}.{site}.{part}"] for part in ("read", "write", "mix"))
-            added = branch(torch.einsum("a,rah->rh", read, streams))
-            streams = torch.einsum("ab,rah->rbh", mix, streams) + torch.einsum("b,rh->rbh", write, added)
-        return streams, stored[0]
 
     def attention(self, prefix: str, x: Tensor) -> tuple[Tensor, KeyValue]:
         """Attend causally. Row i is at position i."""
@@ -156,15 +135,14 @@ class PlainHead(Plain):
     def __init__(self, kind: str, directory: Path, target: Ends) -> None:
         super().__init__(directory)
         self.kind, self.target = kind, target
-        self.num_streams = self.config.get("hc_mult") or 1
-        ends = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")
+        ends = (".eh_proj.weight", ".input_proj.weight")
         found = {name.rsplit(".", 2)[0] for name in self.tensors if name.endswith(ends)}
         self.prefixes = sorted(found, key=lambda prefix: int(prefix.rsplit(".", 1)[1]))  # of MTP layers
 
     def extend(self, rows: TargetRows) -> Tensor:
         """Return the target's states [num_rows, extend width] that the head takes."""
         if self.kind != "eagle3":
-            return rows.handoff
+            return rows.final
         return torch.cat([rows.residuals[j] for j in self.config["eagle_aux_hidden_state_layer_ids"]], 1)
 
     def begin(self, extend: Tensor) -> Tensor:
@@ -180,10 +158,6 @@ class PlainHead(Plain):
                 return self._eagle(hidden, self._embedded(ids))
             case "eagle3":
                 return self._eagle3(hidden, self._embedded(ids))
-            case "hyper-eagle":
-                return self._hyper_eagle(hidden, self.target.embed(ids))
-            case _ if self.num_streams > 1:
-                return self._hyper_mtp(self.prefixes[layer], hidden, self.target.embed(ids))
             case _ if self.is_mimo:
                 return self._mimo(self.prefixes[layer], hidden, self.target.embed(ids))
         return self._deepseek(self.prefixes[layer], hidden, self.target.embed(ids))
@@ -240,20 +214,6 @@ class PlainHead(Plain):
         ids = self.tensors["d2t"].long() + torch.arange(self.config["draft_vocab_size"])
         logits[:, ids] = self.linear(self.norm(x, "norm"), "lm_head")
         return Rows(x, logits, [kv])
-
-    def _hyper_eagle(self, hidden: Tensor, embedded: Tensor) -> Rows:
-        x = self.linear(torch.cat([embedded, self.norm(hidden, "hidden_norm")], 1), "fc")
-        streams, stored = x.unflatten(1, (self.num_streams, -1)), []
-        for i in range(self.config["num_hidden_layers"]):
-            streams, kv = self.layer_over_streams(f"layers.{i}", streams)
-            stored.append(kv)
-        return Rows(streams.flatten(1), self.target.logits(self.norm(streams.sum(1), "norm")), stored)
-
-    def _hyper_mtp(self, prefix: str, hidden: Tensor, embedded: Tensor) -> Rows:
-        normed = self.norm(hidden.unflatten(1, (self.num_streams, -1)), f"{prefix}.hnorm")
-        added = self.linear(self.norm(embedded, f"{prefix}.enorm"), f"{prefix}.e_proj").unsqueeze(1)
-        streams, kv = self.layer_over_streams(prefix, self.linear(normed, f"{prefix}.h_proj") + added)
-        return Rows(streams.flatten(1), self.target.logits(self.norm(streams.sum(1), f"{prefix}.norm")), [kv])
 
     def _mimo(self, prefix: str, hidden: Tensor, embedded: Tensor) -> Rows:
         embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])  # position 0 has none

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from heads import over_all_tokens
+from model_pools import pages_for
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
@@ -32,7 +33,6 @@ from baton.engine.sampling.batch import INTS, SamplingBatch
 from baton.engine.sampling.row_shares import Lens
 from baton.engine.sampling.sampling import SubmittedSample
 from baton.engine.sampling.state import SamplingState
-from baton.engine.state.pages import Owner
 from baton.engine.state.tail_pages import TailPages
 from baton.engine.work import MAX_MISSED, Accepted, BatchRow, RoundTokens
 from baton.metadata.wire.request import SamplingParams
@@ -101,7 +101,7 @@ class Solo:
         """Start prompts of one length in one batch."""
         vocab_size = self.engine.model_config.vocab_size
         states = [SamplingState(p, ids, vocab_size=vocab_size) for ids, p in zip(prompts, params, strict=True)]
-        pages = [self._allocate(len(ids) + p.max_tokens + 16) for ids, p in zip(prompts, params, strict=True)]
+        pages = [self.allocate(len(ids) + p.max_tokens + 16)[0] for ids, p in zip(prompts, params, strict=True)]
         extend, logits = self._compute(prompts, pages, chunk)
         tokens = self._first_tokens(logits, states)
         for state, token in zip(states, tokens, strict=True):
@@ -151,12 +151,11 @@ class Solo:
     def from_scratch(self, sequence: Running) -> Running:
         """Return a copy of the sequence with its own pages, computed from scratch in one pass."""
         known = sequence.token_ids[:-1]
-        pages = self._allocate(len(known) + 16)
+        pages, tail = self.allocate(len(known) + 16)
         extend, _ = self._compute([known], [pages], len(known))
         prompt, output = sequence.token_ids[: sequence.prompt_len], sequence.generated
         known_by = sequence.sampling
         sampling = SamplingState(known_by.params, prompt, output, vocab_size=known_by.vocab_size)
-        tail = self._tails[pages[0]]
         scratch = Running(sequence.prompt_len, list(sequence.token_ids), len(known), pages, sampling, tail=tail)
         self.rounds.admit(scratch, pack_draft(self.engine.schema, self._finish([scratch], extend)))
         return scratch
@@ -206,15 +205,11 @@ class Solo:
             for slot in range(sequence.num_computed, len(sequence.pages) * page_size):
                 kv[:, table[slot // page_size], :, :, slot % page_size] = POISON
 
-    def _allocate(self, num_tokens: int) -> list[int]:
-        """Return pages of a sequence, which has a tail page for each if the model has any."""
-        pool = self.engine.pool
-        pages, tail = pool.allocate(-(-num_tokens // pool.page_size), Owner.REQUEST), None
-        if self.engine.tail_window:
-            tail = TailPages(pool.num_pages)
-            tail.extend(len(pages), pool.allocate_tails(len(pages), Owner.REQUEST))
+    def allocate(self, num_tokens: int) -> tuple[list[int], TailPages | None]:
+        """Return pages of a sequence, and a tail page for each if the model has any."""
+        pages, tail = pages_for(self.engine.pool, num_tokens)
         self._tails[pages[0]] = tail
-        return pages
+        return pages, tail
 
     def _row(self, ids: Sequence[int], start: int, pages: list[int]) -> BatchRow:
         tail = self._tails[pages[0]]

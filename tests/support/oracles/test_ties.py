@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import index_picks
 import pytest
 import torch
-from ties import ROUTER_TIE_BOUND, TIE_BOUND, Reference, RouterCuts
+from index_picks import _pick
+from ties import ROUTER_TIE_BOUND, TIE_BOUND, IndexCuts, Reference, RouterCuts
 
 PROMPT, THEIRS = [3, 4, 5], [6, 7, 8, 9]
 OURS = [6, 7, 1, 2]  # unlike from the token on that follows position 4
@@ -71,6 +75,37 @@ def test_a_tie_of_logits_is_no_tie_of_a_router() -> None:
     assert counts(reference) == (1, 0)
 
 
+def test_other_picks_of_an_indexer_are_taken_and_counted_if_they_tie_with_its_own() -> None:
+    """Of two rows, each with a slot that scores as the cut."""
+    scores = torch.tensor([[[0.0, 1.0, 1.0 + 1e-7, 2.0], [0.5, 0.5, 0.5, 0.5]]])
+    picks = torch.tensor([[1, 3], [2, 3]], dtype=torch.int32)
+    with IndexCuts([picks]) as cuts:
+        taken = scores.topk(2)
+    assert taken.indices[0].tolist() == picks.tolist() and cuts.num_ties == 2
+    assert taken.values[0].tolist() == [[1.0, 2.0], [0.5, 0.5]]
+    with IndexCuts([torch.tensor([[0, 3], [2, 3]])]), pytest.raises(AssertionError, match=r"token 0 takes \{0\}"):
+        scores.topk(2)
+
+
+def _worst(scores: torch.Tensor, num_picks: int) -> torch.Tensor:
+    """Pick the tokens of the lowest scores."""
+    return _pick(-scores.where(scores.isfinite(), torch.inf), num_picks)
+
+
+def test_a_text_of_a_model_with_indexers_is_compared_by_our_picks(checkpoint: Callable[..., Any]) -> None:
+    """Wrong picks are no tie: they end the test, whatever the text."""
+    reference = Reference(checkpoint("glm_moe_dsa"))
+    prompt = list(range(3, 40))
+    text = reference.generate(prompt, 5)
+    reference.assert_greedy(prompt, text, text)
+    assert reference.counts.startswith("1 outputs compared, 0 ties, 0 at a router's cut, 0 rows at an indexer's")
+    with pytest.raises(AssertionError, match="token 3 of a prompt of 37"):
+        reference.assert_text(prompt, [*text[:3], text[3] + 1, text[4]])
+    worst = mock.patch.object(index_picks, "_pick", _worst)
+    with worst, pytest.raises(AssertionError, match="in place of"):
+        reference.assert_text(prompt, text)
+
+
 FAMILIES: list[tuple[str, dict[str, Any], int]] = [  # cuts of each layer
     ("qwen3_moe", {}, 1),
     ("gpt_oss", {}, 1),
@@ -87,6 +122,7 @@ def test_the_routers_of_transformers_are_seen(
 ) -> None:
     """Two equal experts are a tie wherever a router takes one of them and leaves the other."""
     reference = Reference(checkpoint(family, **config))
+    reference.model = copy.deepcopy(reference.model)
     taken: list[torch.Tensor] = []  # experts of each token, by layer
 
     def note(module: Any, args: Any, output: Sequence[torch.Tensor]) -> None:

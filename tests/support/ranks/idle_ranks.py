@@ -33,9 +33,9 @@ REQUESTS: dict[str, Request] = {
     "fourth": ([4, 4, 8, 15, 16, 23, 42, 8], params(8, seed=4)),
     "fifth": ([5], params(5, temperature=0.8, seed=5, top_p=0.9, num_logprobs=1)),
 }
-UNLIKE_SIZES = {"standalone": 32, "eagle3": 24, "frozen-kv-mtp": 24, "hyper-frozen-kv-mtp": 24}
+UNLIKE_SIZES = {"standalone": 32, "eagle3": 24, "frozen-kv-mtp": 24}
 UNLIKE_DTYPES = tuple(name for name in ALL if "frozen" not in name)
-TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", "hyper-eagle", "hyper-mtp")
+TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp")
 PHASES = ("prefill", "decode", "draft and verify", "recompute")
 
 

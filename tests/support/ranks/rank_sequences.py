@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from model_pools import pages_for
 from solo import Running
 from thread_ranks import ThreadRanks
 
 from baton.engine.rounds.rounds import Rounds
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner, PagePool
-from baton.engine.state.tail_pages import TailPages
 from baton.engine.work import (
     Accepted,
     BatchRow,
@@ -104,13 +104,8 @@ class RankSequences:
     def _prompt(self, rank: int, request: Request) -> _Prompt:
         ids, wanted = request
         self._num_started += 1
-        pool = self.pools[rank]
-        pages = pool.allocate(-(-(len(ids) + wanted.max_tokens + 16) // pool.page_size), Owner.REQUEST)
+        pages, tail = pages_for(self.pools[rank], len(ids) + wanted.max_tokens + 16)
         state = SamplingState(wanted, ids, vocab_size=self.ranks.executors[rank].vocab_size)
-        tail = None
-        if self.ranks.engines[rank].tail_window:
-            tail = TailPages(pool.num_pages)
-            tail.extend(len(pages), pool.allocate_tails(len(pages), Owner.REQUEST))
         return _Prompt(self._num_started, Running(len(ids), list(ids), 0, pages, state, tail=tail))
 
     def _compute(self, rank: int, sequence: Running, work: Chunk) -> None:

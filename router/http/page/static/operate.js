@@ -72,6 +72,7 @@ function drawFacts(element, node) {
     ["Pages", pages
       ? `${count(pages.total)}: ${count(pages.request)} of requests, ${count(pages.ticket)} offered, ${count(pages.cache)} cached (freed when needed), ${count(pages.free)} free, ${count(pages.padding)} never used`
       : `${count(node.num_pages)}, ${count(node.free_pages)} free`],
+    ...(node.num_tails ? [["Tail pages", `${count(node.num_tails)}, ${count(node.free_tails)} free or cached`]] : []),
     ["Tokens per page", count(node.page_size)],
     ["Last step or round", node.round_s ? duration(node.round_s) : "–"],
     ["Tokens so far", `${count(counters.computed_tokens)} computed, ${count(counters.cached_tokens)} found in the cache, ${count(counters.generated_tokens)} generated`],

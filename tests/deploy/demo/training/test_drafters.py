@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from heads import HYPER, write_head
+from heads import write_head
 from oracle import Oracle
 from plain_heads import Plain, PlainFrozenHead
 from safetensors.torch import load_file
@@ -27,7 +27,7 @@ from baton.kernels.operations import preferring
 
 DEMO = Path(__file__).parents[4] / "deploy" / "demo"
 CPU = torch.device("cpu")
-KINDS = ("eagle", "eagle3", "mtp3-deepseek", "frozen-kv-mtp", HYPER, "standalone")
+KINDS = ("eagle", "eagle3", "mtp3-deepseek", "frozen-kv-mtp", "standalone")
 VOCAB_SIZE, NUM_STEPS = 512, 3
 TEXT = """<|endoftext|>import os
 
@@ -99,7 +99,7 @@ def best(logits: Tensor, position: int, noise: Tensor | None) -> int:
 @pytest.fixture(params=KINDS)
 def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Path], tmp_path: Path) -> Pair:
     kind = request.param
-    own = checkpoint("hyper_llama" if kind == HYPER else "llama", num_hidden_layers=3)
+    own = checkpoint("llama", num_hidden_layers=3)
     directory = checkpoint("llama") if kind == "standalone" else write_head(tmp_path / "drafter", kind, own)
     target = Model(own, CPU).freeze()
     return Pair(kind, directory, Plain(own), Drafter(directory, target), target)
@@ -139,10 +139,9 @@ def test_acceptance_counts_the_rounds_that_speculation_runs(pair: Pair, is_sampl
     assert shares == pytest.approx([sum(count > k for count in counted) / len(counted) for k in range(NUM_STEPS)])
 
 
-@pytest.mark.parametrize("family", ["llama", "hyper_llama"])
-def test_gradients_of_the_engines_layers_are_torchs(family: str, checkpoint: Callable[..., Path]) -> None:
+def test_gradients_of_the_engines_layers_are_torchs(checkpoint: Callable[..., Path]) -> None:
     """Layers overwrite their residual stream; what a gradient needs of it is kept."""
-    directory, windows = checkpoint(family), torch.tensor([prompt(12), prompt(12, 1)])
+    directory, windows = checkpoint("llama"), torch.tensor([prompt(12), prompt(12, 1)])
     plain = Plain(directory)
     for each in plain.tensors.values():
         each.requires_grad_()
@@ -181,9 +180,8 @@ def test_new_weights_have_the_layout_of_the_old_and_are_saved_in_it(pair: Pair, 
     assert json.loads((tmp_path / "new" / "config.json").read_text())["vocab_size"] == VOCAB_SIZE
 
 
-@pytest.mark.parametrize("family", ["llama", "hyper_llama"])
-def test_a_new_layer_is_the_identity(family: str, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    fresh(checkpoint(family), tmp_path, {})
+def test_a_new_layer_is_the_identity(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    fresh(checkpoint("llama"), tmp_path, {})
     with preferring("reference"):
         aux = Model(tmp_path, CPU).freeze().rows(torch.tensor([prompt(5)])).states.aux
     assert all(torch.equal(each, aux[0]) for each in aux)
@@ -205,8 +203,8 @@ def test_every_drafter_learns(pair: Pair) -> None:
 @pytest.mark.whole
 def test_the_program_trains_continues_and_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
-        f"--out {tmp_path} --device cpu --only eagle,hyper --max-files 40 --held-out-fraction 0.2 --batch-tokens 128 "
-        "--context-len 32 --late-context-len 48 --num-prompts 2 --prompt-len 32 --num-tokens 12"
+        f"--out {tmp_path} --device cpu --only eagle,standalone --max-files 40 --held-out-fraction 0.2 "
+        "--batch-tokens 128 --context-len 32 --late-context-len 48 --num-prompts 2 --prompt-len 32 --num-tokens 12"
     )
     main([*flags.split(), "--steps", "1"])
     first = load_file(tmp_path / "eagle" / "model.safetensors")["fc.weight"]
@@ -214,9 +212,9 @@ def test_the_program_trains_continues_and_measures(tmp_path: Path, capsys: pytes
     again = load_file(tmp_path / "eagle" / "model.safetensors")["fc.weight"]
     assert not torch.equal(first, again) and (first - again).abs().max() < 0.1 * first.abs().max()
     lines = [line.split(": accept length")[0] for line in capsys.readouterr().out.splitlines()]
-    for name in ("eagle", "hyper_eagle"):
+    for name in ("eagle", "standalone"):
         assert lines.count(f"{name}, greedy, K = 5") == lines.count(f"{name}, temperature 1, K = 5") == 2
-    assert {path.name for path in (tmp_path / "hyper").iterdir()} >= {"config.json", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "standalone").iterdir()} >= {"config.json", "tokenizer.json"}
 
 
 @functools.cache
@@ -235,10 +233,9 @@ def continued(model: Path) -> tuple[Any, torch.Tensor, int]:
         ("mtp3", 3, 2.2),
         ("frozen_kv_mtp", 5, 2.2),
         ("standalone", 5, 2.5),
-        ("hyper_eagle", 5, 2.5),
     ],
 )
 def test_shipped_drafters_are_accepted(name: str, num_steps: int, bound: float) -> None:
-    its_target, text, prompt_len = continued(DEMO / "hyper" if name == "hyper_eagle" else DEMO)
-    length, _ = acceptance(Drafter(DEMO / name, its_target), text, prompt_len, num_steps)
+    target, text, prompt_len = continued(DEMO)
+    length, _ = acceptance(Drafter(DEMO / name, target), text, prompt_len, num_steps)
     assert length > bound

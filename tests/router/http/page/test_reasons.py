@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.metadata.wire.node_info import GroupRank, Load
@@ -89,6 +90,10 @@ def test_a_node_that_is_full_says_of_what(tokenizer: TextTokenizer) -> None:
     assert why(decode) == ""
     decode.report(Load(free_pages=0, running=1, waiting=0), clocked.now)
     assert why(decode) == "full: none of its 8 pages is free"
+    tailed = msgspec.structs.replace(decode.hello.capacity, num_tails=6)
+    decode.hello = msgspec.structs.replace(decode.hello, capacity=tailed)
+    decode.report(Load(free_pages=4, running=1, waiting=0), clocked.now)
+    assert why(decode) == "full: none of its 6 tail pages is free"
     decode.reserve("r", 0, range(4), 0)
     assert why(decode) == "full: it runs 4 of at most 4 sequences"
     for number in range(8):
