@@ -17,13 +17,15 @@ tokens. So the token that takes the place of a rejected draft writes its rows ag
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from ...kernels.products.norm import Norm
 from .context import AttentionContext
 
+T = TypeVar("T")
 KV = "kv"  # name of the pool of keys among the rows
 
 
@@ -67,6 +69,11 @@ class CompressedAttention(AttentionContext):
 
     def __call__(self, *_: object, **__: object) -> Tensor:
         raise AssertionError("a layer over a window and entries stores, compresses and attends")
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what `make` returns, for a value that all layers of a forward share. It may be made for each."""
+        del name
+        return make()
 
     @abstractmethod
     def store(self, heads: WindowHeads, q: Tensor, key: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from ...kernels.entries.paged_entries import (
 from .compressed import KV, CompressedAttention, EntryPool, WindowHeads
 from .paged import paged_plan, pick_rows
 from .pool_rows import PoolRows
+
+T = TypeVar("T")
 
 
 class _Part(NamedTuple):
@@ -48,6 +50,7 @@ class PagedEntries(CompressedAttention):
     kept: PoolRows
     pools: Mapping[str, Tensor]  # each [num_layers, num_pages, 1, 1, page_size, width]
     parts: tuple[_Part, ...]  # the last batch first
+    made: dict[str, Any]  # by name, what `once` has made
 
     @classmethod
     def of(cls, kept: PoolRows, tails: PoolRows) -> PagedEntries:
@@ -59,11 +62,16 @@ class PagedEntries(CompressedAttention):
             places = TokenPlan.of(plan, of_tails.block_table, batch.num_tokens, batch.page_size)
             parts.append(_Part(tokens, plan, places, {}))
             first = tokens.stop
-        return cls(kept, kept.pools, tuple(reversed(parts)))
+        return cls(kept, kept.pools, tuple(reversed(parts)), {})
 
     @property
     def further(self) -> PoolRows:
         return self.kept
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
 
     def store(self, heads: WindowHeads, q: Tensor, key: Tensor) -> Tensor:
         keys, turns = self.pools[KV][heads.layer], HeadTurns(heads.frequencies, heads.query_eps, heads.key_norm)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from ...kernels.products.norm import Norm, rms_norm
 from ..attention.compressed import CompressedAttention, EntryPool, WindowHeads
 from ..checkpoint.model_config import IndexConfig
 from ..products.base import Rows
+from ..products.groups import Groups
 from ..products.linear import Linear
 
 
@@ -58,13 +58,12 @@ class EntryIndexer:
 class GroupedOut:
     """The output projection: a product for each group of heads, and one of all that they give."""
 
-    groups: Tensor  # [num_groups, group_rank, group_size]
+    groups: Groups  # group_size -> group_rank, each
     out: Linear  # num_groups * group_rank -> hidden_size
 
-    def __call__(self, attended: Tensor) -> Tensor:
+    def __call__(self, attended: Tensor, context: CompressedAttention) -> Tensor:
         """Return the output: [num_tokens, num_heads, head_dim] -> [num_tokens, hidden_size]."""
-        parts = attended.flatten(1).unflatten(1, (len(self.groups), -1))
-        return self.out(torch.bmm(parts.transpose(0, 1), self.groups.transpose(1, 2)).transpose(0, 1).flatten(1))
+        return self.out(self.groups(attended.flatten(1), context.once))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,4 +92,4 @@ class WindowedAttention:
             self.compressor(x, context)
         if self.indexer is not None:
             chosen = self.indexer(x, rows, context)
-        return self.out(context.attend(self.heads, q, pool, chosen))
+        return self.out(context.attend(self.heads, q, pool, chosen), context)

@@ -30,8 +30,8 @@ from ..checkpoint.weights import Weights
 from ..layers.compressed_attention import Compressor, EntryIndexer, GroupedOut, WindowedAttention
 from ..layers.stream_decoder import StreamLayer
 from ..products.base import HEADS_IN, HEADS_OUT, VOCAB
+from ..products.groups import read_groups
 from ..products.linear import Linear
-from ..products.registry import plain_numbers
 from ..ranks.ranks import ONE_RANK, Ranks
 from ..rounds.batch import ForwardBatch
 from ..sampling.row_shares import Lens
@@ -177,13 +177,12 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
 
 
 def _read_out(config: ModelConfig, weights: Weights, prefix: str) -> GroupedOut:
-    """Read the output projection. Its groups are multiplied one by one, so they are plain numbers even if the
-    checkpoint has them quantized."""
+    """Read the output projection."""
     compressed, num = _compressed(config), _compressed(config).num_groups * _compressed(config).group_rank
     source = weights.source(
         {f"{prefix}.wo_a": num}, config.q_size // compressed.num_groups, bias=False, split=HEADS_OUT
     )
-    groups = plain_numbers(source).unflatten(0, (-1, compressed.group_rank))
+    groups = read_groups(source, compressed.group_rank)
     return GroupedOut(groups, weights.linear(f"{prefix}.wo_b", config.hidden_size, num, bias=False, split=HEADS_IN))
 
 
