@@ -333,7 +333,8 @@ class Engine:
         if not self.captures:
             return
         if config.index is not None:
-            num_before = min(context_len, longest_rehearsal(config.index, num_tokens)) - num_tokens
+            rate = 1 if config.compressed is None else config.compressed.sparse_rate
+            num_before = min(context_len, longest_rehearsal(config.index, num_tokens, rate)) - num_tokens
             takes = num_before > 0
         elif config.latent is not None:
             most = piece_size(config.latent, config.num_heads, self.kv.itemsize) + page_size

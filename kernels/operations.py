@@ -67,6 +67,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         ),
         "add_rms_norm_": (_numba("products.numba_rows"), _triton("products.triton_norm", _FLOATS, "serves_sum")),
         "silu_mul": (_triton("products.triton_silu", _FLOATS, "serves"), _numba("products.numba_rows")),
+        "clamped_silu_mul": (_triton("products.triton_silu", _FLOATS, "serves"),),
         "turns": (_triton("products.triton_rotary"),),
         # paged_rows.py
         "attend": (_numba("attention.numba_attention"),),
@@ -87,6 +88,14 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "index_scores": (_numba("attention.numba_picks"),),
         "paged_index_scores": (_triton("attention.triton_picks"),),
         "paged_picks": (_triton("attention.triton_picks"),),
+        # paged_entries.py
+        "turn_heads_": (_triton("entries.triton_heads"),),
+        "compress_paged": (_triton("entries.triton_compress"),),
+        "attend_entries": (_triton("entries.triton_attend"),),
+        # streams.py
+        "cross_streams": (_triton("streams.triton_streams", _FLOATS),),
+        "end_streams": (_triton("streams.triton_streams", _FLOATS),),
+        "write_streams": (_triton("streams.triton_streams", _FLOATS),),
         # history.py
         "gather_keys": (_triton("attention.triton_history", _FLOATS | _FP8),),
         "join_parts": (_triton("attention.triton_history", _FLOATS),),
@@ -107,6 +116,7 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "gates_fp8": (_triton("products.triton_fp8", _FP8),),
         # routes.py, experts.py
         "routes": (_triton("experts.triton_routes", _FLOATS, "serves"),),
+        "shares_of": (_triton("experts.triton_routes", _FLOATS, "serves_shares"),),
         "place_experts": (_triton("experts.triton_places", None, "serves"),),
         "experts_linear": (_triton("experts.triton_experts", None, "serves"),),
         "gated_experts_linear": (_triton("experts.triton_experts", None, "serves"),),

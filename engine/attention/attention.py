@@ -37,12 +37,14 @@ from ...kernels.attention.paged_rows import PagedRows, attend, attend_stored
 from ...kernels.operations import Kind, reader
 from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_, turns
-from ..checkpoint.model_config import INDEX, ModelConfig, RopeConfig
+from ..checkpoint.model_config import INDEX, WINDOW_POOL, ModelConfig, RopeConfig
 from ..rounds.batch import ForwardBatch, JointBatch
 from ..state.model_pools import ModelPools
-from .compressed import begin_compressed
+from .compressed import KV, CompressedAttention
 from .context import AttentionContext, CosSin, FurtherPools, IdleAttention, LayerHeads, ScaledQueries
+from .gathered_entries import GatheredEntries
 from .paged import begin_paged, paged_queries
+from .paged_entries import PagedEntries
 from .picked import PickedAttention
 from .pool_rows import PoolRows
 
@@ -61,10 +63,23 @@ def begin_attention(
     """Return the context of a forward over `pools`, which are on the model's device. `dtype` is that of the model. The
     pool of KV is of `dtype` or e4m3 (kernels/state/fp8_pages.py)."""
     if config.compressed is not None:
-        return begin_compressed(config, batch, pools)
+        return _begin_compressed(config, batch, pools)
     context = _begin(config, rotary, batch, pools, dtype)
     seen = batch.of_tails() if config.has_tail else batch
     return FurtherPools(context, PoolRows.of(seen, pools.further)) if pools.further else context
+
+
+def _begin_compressed(config: ModelConfig, batch: ForwardBatch | JointBatch, pools: ModelPools) -> CompressedAttention:
+    """Return the context of layers that see a window and entries."""
+    own, seen = {KV: pools.kv, **pools.further}, batch
+    if config.has_tail:
+        own, seen = {**own, config.further[0].name: pools.kv, KV: pools.further[WINDOW_POOL]}, batch.of_tails()
+    keys = own[KV]
+    assert keys.shape[0] == config.num_layers and keys.shape[5] == config.head_dim, keys.shape
+    kept, tails = PoolRows.of(batch, own), PoolRows.of(seen, own)
+    if len(batch.input_ids) and reader(keys.device, keys.dtype) == "triton":
+        return PagedEntries.of(kept, tails)
+    return GatheredEntries(kept, tails)
 
 
 def _begin(

@@ -16,22 +16,16 @@ tokens. So the token that takes the place of a rejected draft writes its rows ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
-from ...kernels.entries.entries import compress, rotate_pairs_
 from ...kernels.products.norm import Norm
-from ..checkpoint.model_config import WINDOW_POOL, ModelConfig
-from ..rounds.batch import ForwardBatch, JointBatch
-from ..state.model_pools import ModelPools
 from .context import AttentionContext
-from .pool_rows import NewRows, PoolRows
 
+T = TypeVar("T")
 KV = "kv"  # name of the pool of keys among the rows
 
 
@@ -56,79 +50,47 @@ class EntryPool(NamedTuple):
         return self.bias.shape[1] > len(self.norm.weight)
 
 
-@dataclass(frozen=True, eq=False)  # without slots, because it keeps cosines and sines
-class CompressedAttention(AttentionContext):
-    """The rows of one forward's tokens in all pools, and the rotations of their positions."""
+class WindowHeads(NamedTuple):
+    """What attention of a layer needs beside queries, keys and entries."""
 
-    kept: PoolRows
-    tails: PoolRows  # of what only the next tokens read
+    layer: int  # its index in the pool of keys
+    window: int  # tokens that a token sees, itself included
+    query_eps: float  # of the norm of queries, which has no weights
+    key_norm: Norm  # [head_dim]
+    frequencies: Tensor  # [num_pairs] float32, radians per position
+    sinks: Tensor  # [num_heads] float32, of this rank's heads
+
+
+class CompressedAttention(AttentionContext):
+    """The attention of one forward to windows and entries. A layer calls `store`, `compress`, `choose` and `attend` in
+    this order, as far as it has the parts."""
+
+    __slots__ = ()
 
     def __call__(self, *_: object, **__: object) -> Tensor:
-        raise AssertionError("a layer over a window and entries reads the rows")
+        raise AssertionError("a layer over a window and entries stores, compresses and attends")
 
-    @property
-    def further(self) -> PoolRows:
-        return self.kept
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what `make` returns, for a value that all layers of a forward share. It may be made for each."""
+        del name
+        return make()
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """Positions of all tokens, [num_tokens] int64."""
-        return torch.cat([batch.positions for batch in self.kept.batches])
+    @abstractmethod
+    def store(self, heads: WindowHeads, q: Tensor, key: Tensor) -> Tensor:
+        """Norm and rotate queries [num_tokens, num_heads, head_dim], which may be overwritten, and return them. Norm
+        and rotate keys [num_tokens, head_dim], and store them."""
 
-    def turns(self, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of all tokens, each [num_tokens, 1, num_pairs] float32."""
-        return _turns(self.positions, frequencies)
-
-    def sequences(self) -> Iterator[tuple[NewRows, NewRows]]:
-        """Yield the new tokens of each sequence by its kept pages, and by its tail pages."""
-        return zip(self.kept.new_rows(), self.tails.new_rows(), strict=True)
-
+    @abstractmethod
     def compress(self, pool: EntryPool, inputs: Tensor) -> None:
         """Store kv and gate of all tokens, [num_tokens, 2 * columns], and the entries of windows that end with one of
         them."""
-        rows, rate = self.tails, pool.rate
-        rows.store(pool.inputs, pool.place, inputs)
-        for new, tail in self.sequences():
-            first, end = new.start // rate, new.stop // rate  # windows
-            if first == end:
-                continue
-            has_before = pool.overlaps and first > 0
-            read = rows.read(pool.inputs, pool.place, tail.pages, (first - has_before) * rate, end * rate).flatten(1)
-            made = compress(read, pool.bias, pool.norm, has_before=has_before).unsqueeze(1)
-            windows = torch.arange(first, end, device=made.device)
-            rotate_pairs_(made, *_turns(windows * rate, pool.frequencies))
-            self._store_entries(pool, new, windows, made.squeeze(1))
 
-    def entries(self, pool: EntryPool, new: NewRows) -> Tensor:
-        """Return the entries that the last token of a sequence sees, [num_entries, width]."""
-        windows = torch.arange(new.stop // pool.rate, device=new.pages.device)
-        whole, places = self._entry_places(pool, new, windows)
-        return whole[places][:, : len(pool.norm.weight)]
+    @abstractmethod
+    def choose(self, keys: EntryPool, q: Tensor, weights: Tensor, num_picks: int) -> Any:
+        """Return the entries that tokens choose, as `attend` takes them. The entries of `keys` are index keys. Index
+        queries `q` [num_tokens, num_heads, head_dim] are not rotated yet. `weights` [num_tokens, num_heads] float32."""
 
-    def _store_entries(self, pool: EntryPool, new: NewRows, windows: Tensor, made: Tensor) -> None:
-        whole, places = self._entry_places(pool, new, windows)
-        whole[places, : made.shape[1]] = made.to(whole.dtype)
-
-    def _entry_places(self, pool: EntryPool, new: NewRows, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all entries of a layer, and the places of those of some windows among them."""
-        layer, rate = self.kept.pools[pool.entries][pool.place], pool.rate
-        page_size, width = layer.shape[3:]
-        assert page_size % rate == 0, (page_size, rate)
-        slots = windows * rate
-        places = new.pages[slots // page_size] * (page_size // rate) + slots % page_size // rate
-        return layer.view(-1, rate * width), places
-
-
-def begin_compressed(config: ModelConfig, batch: ForwardBatch | JointBatch, pools: ModelPools) -> CompressedAttention:
-    """Return the context of a forward over `pools`."""
-    own, seen = {KV: pools.kv, **pools.further}, batch
-    if config.has_tail:
-        own, seen = {**own, config.further[0].name: pools.kv, KV: pools.further[WINDOW_POOL]}, batch.of_tails()
-    keys = own[KV].shape
-    assert keys[0] == config.num_layers and keys[5] == config.head_dim, keys
-    return CompressedAttention(PoolRows.of(batch, own), PoolRows.of(seen, own))
-
-
-def _turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    angles = (positions.unsqueeze(1).float() * frequencies).unsqueeze(1)
-    return angles.cos(), angles.sin()
+    @abstractmethod
+    def attend(self, heads: WindowHeads, q: Tensor, pool: EntryPool | None = None, chosen: Any = None) -> Tensor:
+        """Return the attention of what `store` returned, rotated back: [num_tokens, num_heads, head_dim]. `pool`: the
+        entries beside the window. `chosen`: those of them that tokens see; None: all."""

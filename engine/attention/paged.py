@@ -33,7 +33,7 @@ def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos
     kv, (cos, sin) = pools.kv, cos_sin
     kv_layers = kv.unbind(0)
     if config.latent is not None:
-        plan = _plan(batch)
+        plan = paged_plan(batch)
         if config.index is not None:
             turns, sight = Turns(cos, sin, plan.new_rows), PagedSight.of(plan, batch.num_tokens)
             return _PagedPicks(config, plan, turns, sight, kv_layers, pools.further[INDEX])
@@ -41,22 +41,40 @@ def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
     fuses = set(config.sliding_window) == {None} and not config.has_sinks
     prompts = PromptPieces.of(batch, kv, cos.dtype) if fuses else None
-    return _PagedAttention(config, _plan(batch), prompts, kv_layers, pools.value_layers, cos, sin)
+    return _PagedAttention(config, paged_plan(batch), prompts, kv_layers, pools.value_layers, cos, sin)
 
 
-def longest_rehearsal(index: IndexConfig, num_tokens: int) -> int:
+def longest_rehearsal(index: IndexConfig, num_tokens: int, rate: int = 1) -> int:
     """Return how many tokens a chunk of `num_tokens` sees when its picks need most working memory: more do not add to
-    it."""
-    return max(index.num_picks, _SCORE_BYTES // (4 * num_tokens)) + num_tokens
+    it. `rate`: tokens of an index key."""
+    return max(index.num_picks, _SCORE_BYTES // (4 * num_tokens)) * rate + num_tokens
 
 
 def paged_queries(batch: ForwardBatch, kv: torch.Tensor, _: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
     """Do the work of `begin_queries` by kernels that read pages in place."""
-    plan = _plan(batch, is_stored=True)
+    plan = paged_plan(batch, is_stored=True)
     return lambda q, layer: decode_attention(q, kv[layer], plan)
 
 
-def _plan(batch: ForwardBatch, *, is_stored: bool = False) -> PagedPlan:
+def pick_rows(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, plan: PagedPlan, sight: PagedSight, num_picks: int
+) -> PickedRows:
+    """Return the rows of `keys` that each token takes. Arguments are as for `paged_index_scores`. Long prompts are
+    computed in pieces."""
+    num_tokens, num_slots = len(q), plan.block_table.shape[1] * keys.shape[3]
+    out = PickedRows(
+        torch.empty((num_tokens, min(num_picks, num_slots)), dtype=torch.int64, device=q.device),
+        torch.empty(num_tokens, dtype=torch.int64, device=q.device),
+    )
+    piece = max(1, _SCORE_BYTES // (4 * num_slots))
+    for first in range(0, num_tokens, piece):
+        tokens = range(first, min(first + piece, num_tokens))
+        scores = paged_index_scores(q, weights, keys, plan, sight, tokens)
+        paged_picks(scores, plan, sight, tokens, keys.shape[3], num_picks, out)
+    return out
+
+
+def paged_plan(batch: ForwardBatch, *, is_stored: bool = False) -> PagedPlan:
     """Return the plan of the kernels. Prompts and chunks of any lengths share one kernel; rounds have another.
 
     `is_stored`: the queries have no KV of their own, all that they see is in pages already."""
@@ -168,20 +186,11 @@ class _PagedPicks(AttentionContext):
 
     def pick(self, index: int, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor) -> None:
         assert self.config.index is not None, self.config
-        keys, num_picks, num_tokens = self.keys[index], self.config.index.num_picks, len(q)
+        keys, num_picks = self.keys[index], self.config.index.num_picks
         rotate_index_(q, k, (self.turns.cos, self.turns.sin))
         rows = self.plan.new_rows.clamp(min=0)  # a token without a place goes to the padding page
         keys.view(-1, keys.shape[-1]).index_copy_(0, rows, k)
-        num_slots = self.plan.block_table.shape[1] * keys.shape[3]
-        out = PickedRows(
-            torch.empty((num_tokens, min(num_picks, num_slots)), dtype=torch.int64, device=q.device),
-            torch.empty(num_tokens, dtype=torch.int64, device=q.device),
-        )
-        piece = max(1, _SCORE_BYTES // (4 * num_slots))
-        for first in range(0, num_tokens, piece):
-            tokens = range(first, min(first + piece, num_tokens))
-            scores = paged_index_scores(q, weights, keys, self.plan, self.sight, tokens)
-            paged_picks(scores, self.plan, self.sight, tokens, keys.shape[3], num_picks, out)
+        out = pick_rows(q, weights, keys, self.plan, self.sight, num_picks)
         self._picked = PagedPlan(out.rows, out.counts, None, 1, None, None, None, None)
 
     def __call__(self, *_: object, **__: object) -> torch.Tensor:

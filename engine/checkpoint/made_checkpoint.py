@@ -32,10 +32,12 @@ MakeTensor = Callable[[TensorSpec], Tensor]
 
 
 class EveryName(Container[str]):
-    """The names of a checkpoint that has whatever its format asks for: all scales, and no biases."""
+    """The names of a checkpoint that has whatever its format asks for: scales of all but heads and products that make
+    entries (DeepSeek-V4), and no biases."""
 
     def __contains__(self, name: object) -> bool:
-        return not str(name).endswith(".bias") and not str(name).startswith("lm_head.weight_")
+        is_plain = str(name).startswith(("lm_head.weight_", "head.scale")) or ".compressor." in str(name)
+        return not str(name).endswith(".bias") and not (is_plain and "scale" in str(name))
 
 
 class MadeCheckpoint(Checkpoint):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...kernels.products.norm import Norm
-from ...kernels.streams.streams import StreamRules, StreamWeights, read_streams, write_streams
+from ...kernels.streams.streams import PendingStreams, StreamRules, StreamWeights, cross_streams
 from ..attention.compressed import CompressedAttention
 from .compressed_attention import WindowedAttention
 from .moe import MoeMlp
@@ -25,10 +25,10 @@ class StreamLayer:
     mlp: MoeMlp
     rules: StreamRules
 
-    def __call__(self, streams: Tensor, input_ids: Tensor, context: CompressedAttention) -> Tensor:
-        """Return the streams after the layer, a new tensor [num_tokens, hc_mult, hidden_size]; `streams` is kept.
-        `input_ids` [num_tokens] int64."""
-        x, shares = read_streams(streams, self.attention_site, self.attention_norm, self.rules)
-        streams = write_streams(streams, self.attention(x, context), shares)
-        x, shares = read_streams(streams, self.mlp_site, self.mlp_norm, self.rules)
-        return write_streams(streams, self.mlp(x, input_ids), shares)
+    def __call__(self, pending: PendingStreams, input_ids: Tensor, context: CompressedAttention) -> PendingStreams:
+        """Return the streams before the output of the layer's last sublayer is added to them. `input_ids` [num_tokens]
+        int64."""
+        streams, x, shares = cross_streams(pending, self.attention_site, self.attention_norm, self.rules)
+        pending = PendingStreams(streams, self.attention(x, context), shares)
+        streams, x, shares = cross_streams(pending, self.mlp_site, self.mlp_norm, self.rules)
+        return PendingStreams(streams, self.mlp(x, input_ids), shares)

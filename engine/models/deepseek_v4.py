@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.products.norm import Norm, rms_norm
-from ...kernels.streams.streams import StreamRules, StreamWeights, collapse_streams
+from ...kernels.streams.streams import PendingStreams, StreamRules, StreamWeights, end_streams, written
 from ...metadata.errors import ModelError
 from ..attention.attention import RotaryEmbedding, begin_attention, inverse_frequencies
-from ..attention.compressed import CompressedAttention, EntryPool
+from ..attention.compressed import CompressedAttention, EntryPool, WindowHeads
 from ..attention.context import AttentionContext
 from ..checkpoint.checkpoint import TensorSpec
 from ..checkpoint.model_config import ENTRY_POOLS, INDEX, CompressedConfig, ModelConfig
@@ -31,8 +31,8 @@ from ..checkpoint.weights import Weights
 from ..layers.compressed_attention import Compressor, EntryIndexer, GroupedOut, WindowedAttention
 from ..layers.stream_decoder import StreamLayer
 from ..products.base import HEADS_IN, HEADS_OUT, VOCAB
+from ..products.groups import read_groups
 from ..products.linear import Linear
-from ..products.registry import plain_numbers
 from ..ranks.ranks import ONE_RANK, Ranks
 from ..rounds.batch import ForwardBatch
 from ..sampling.row_shares import Lens
@@ -62,13 +62,15 @@ class StreamStack:
         self, input_ids: Tensor, embedded: Tensor, context: AttentionContext, aux_layers: Sequence[int]
     ) -> TargetStates:
         assert isinstance(context, CompressedAttention), context
-        streams = embedded.unsqueeze(1).expand(-1, self.hc_mult, -1)
+        pending = PendingStreams(embedded.unsqueeze(1).expand(-1, self.hc_mult, -1))
         aux: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             if index in aux_layers:
-                aux[index] = collapse_streams(streams, self.head, self.rules)
-            streams = layer(streams, input_ids, context)
-        aux[len(self.layers)] = collapsed = collapse_streams(streams, self.head, self.rules)
+                streams, aux[index] = end_streams(pending, self.head, self.rules)
+                pending = PendingStreams(streams)
+            pending = layer(pending, input_ids, context)
+        streams, collapsed = end_streams(pending, self.head, self.rules)
+        aux[len(self.layers)] = collapsed
         final = rms_norm(collapsed, *self.norm)
         handoff = final if self.hands_over_collapsed else streams.flatten(1)
         return TargetStates(final, handoff, [aux[index] for index in aux_layers])
@@ -161,15 +163,19 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
     frequencies = inverse_frequencies(rope, compressed.rope_dim).to(weights.device)
     sinks = weights.tensor(f"{prefix}.attn_sink", config.num_heads, dtype=torch.float32)
     shard = weights.ranks.shard(HEADS_OUT)
-    return WindowedAttention(
+    heads = WindowHeads(
         index,
         compressed.window,
-        weights.fused({f"{prefix}.wq_a": rank, f"{prefix}.wkv": head_dim}, size, bias=False),
-        _read_norm(config, weights, rank, f"{prefix}.q_norm.weight"),
-        weights.linear(f"{prefix}.wq_b", width, rank, bias=False, split=HEADS_OUT),
+        config.rms_norm_eps,
         _read_norm(config, weights, head_dim, f"{prefix}.kv_norm.weight", f"{prefix}.norm.weight"),
         frequencies,
         sinks if shard is None else shard.take(sinks, 0).clone(),
+    )
+    return WindowedAttention(
+        weights.fused({f"{prefix}.wq_a": rank, f"{prefix}.wkv": head_dim}, size, bias=False),
+        _read_norm(config, weights, rank, f"{prefix}.q_norm.weight"),
+        weights.linear(f"{prefix}.wq_b", width, rank, bias=False, split=HEADS_OUT),
+        heads,
         _read_out(config, weights, prefix),
         None
         if kind == "window"
@@ -179,13 +185,12 @@ def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: i
 
 
 def _read_out(config: ModelConfig, weights: Weights, prefix: str) -> GroupedOut:
-    """Read the output projection. Its groups are multiplied one by one, so they are plain numbers even if the
-    checkpoint has them quantized."""
+    """Read the output projection."""
     compressed, num = _compressed(config), _compressed(config).num_groups * _compressed(config).group_rank
     source = weights.source(
         {f"{prefix}.wo_a": num}, config.q_size // compressed.num_groups, bias=False, split=HEADS_OUT
     )
-    groups = plain_numbers(source).unflatten(0, (-1, compressed.group_rank))
+    groups = read_groups(source, compressed.group_rank)
     return GroupedOut(groups, weights.linear(f"{prefix}.wo_b", config.hidden_size, num, bias=False, split=HEADS_IN))
 
 
@@ -208,11 +213,12 @@ def _read_compressor(
 def _read_indexer(config: ModelConfig, weights: Weights, prefix: str, layer: int, frequencies: Tensor) -> EntryIndexer:
     index, rank = config.index, _compressed(config).query_rank
     assert index is not None, config
+    of_heads = weights.tensor(f"{prefix}.weights_proj.weight", index.num_heads, config.hidden_size, dtype=torch.float32)
     return EntryIndexer(
         index,
         _read_compressor(config, weights, f"{prefix}.compressor", INDEX, layer, index.head_dim, frequencies),
         weights.linear(f"{prefix}.wq_b", index.num_heads * index.head_dim, rank, bias=False),
-        weights.tensor(f"{prefix}.weights_proj.weight", index.num_heads, config.hidden_size, dtype=torch.float32),
+        of_heads * (index.num_heads * index.head_dim) ** -0.5,
     )
 
 
@@ -242,11 +248,11 @@ class StreamMtpHead:
         normed = rms_norm(hidden.reshape(-1, self.config.hidden_size), *self.hidden_norm)
         streams = self._streams(self.hidden_projection(normed).view(hidden.shape))
         streams = streams + self.embedding_projection(embedded).unsqueeze(1)
-        return self.layer(streams, batch.input_ids, context).flatten(1)
+        return written(self.layer(PendingStreams(streams), batch.input_ids, context)).flatten(1)
 
     def logits(self, recurrent: Tensor, lens: Lens | None = None) -> Tensor:
         """Return the target's lm_head of the collapsed streams, normed by the layer's own norm."""
-        collapsed = collapse_streams(self._streams(recurrent), self.head, self.layer.rules)
+        _, collapsed = end_streams(PendingStreams(self._streams(recurrent)), self.head, self.layer.rules)
         return self.target.logits(rms_norm(collapsed, *self.final_norm), lens)
 
     def _streams(self, wide: Tensor) -> Tensor:

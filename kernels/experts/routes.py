@@ -51,7 +51,7 @@ def routes_ref(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Ten
     return _routes(scores, _best(ranking, routing.num_active), routing)
 
 
-def shares_of(x: Tensor, weight: Tensor, chosen: Tensor, routing: Routing) -> Routes:
+def shares_of_ref(x: Tensor, weight: Tensor, chosen: Tensor, routing: Routing) -> Routes:
     """Return the routes of rows `x` [num_rows, size] whose experts `chosen` [num_rows, num_active] int64 are given.
     `weight` [num_experts, size] float32."""
     return _routes(_scores(F.linear(x.float(), weight), routing), chosen, routing)
@@ -89,3 +89,4 @@ def _best(scores: Tensor, number: int) -> Tensor:
 
 
 routes = Operation("routes", routes_ref)
+shares_of = Operation("shares_of", shares_of_ref)

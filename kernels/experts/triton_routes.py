@@ -1,4 +1,4 @@
-"""`routes` of routes.py on a GPU, by two kernels.
+"""`routes` and `shares_of` of routes.py on a GPU, by two kernels.
 
 The first one multiplies: a program has some rows, some experts and some columns, and stores a part of their products.
 The second one sums the parts of a row in their order, scores them and chooses. A weight is the sum of three bfloat16
@@ -58,14 +58,35 @@ def tiles_of(num_rows: int, num_experts: int, size: int) -> RouteTiles:
 
 def serves(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, routing: Routing) -> bool:
     """Return whether `routes` takes these tensors."""
-    del product_bias, bias
+    del product_bias, bias, routing
     is_read = x.stride(1) == 1 and weight.is_contiguous() and weight.dtype == torch.float32
-    is_read = is_read and routing.scoring != "sqrtsoftplus"
     return len(x) > 0 and is_read and len(weight) <= MAX_EXPERTS
+
+
+def serves_shares(x: Tensor, weight: Tensor, chosen: Tensor, routing: Routing) -> bool:
+    """Return whether `shares_of` takes these tensors."""
+    return serves(x, weight, None, None, routing) and chosen.is_contiguous()
 
 
 def routes(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor | None, routing: Routing) -> Routes:
     """Return `routes_ref`: sums in another order."""
+    return _routes(x, weight, product_bias, bias, routing, None)
+
+
+def shares_of(x: Tensor, weight: Tensor, chosen: Tensor, routing: Routing) -> Routes:
+    """Return `shares_of_ref`: sums in another order."""
+    assert chosen.shape == (len(x), routing.num_active) and chosen.dtype == torch.int64, chosen.shape
+    return _routes(x, weight, None, None, routing, chosen)
+
+
+def _routes(
+    x: Tensor,
+    weight: Tensor,
+    product_bias: Tensor | None,
+    bias: Tensor | None,
+    routing: Routing,
+    given: Tensor | None,
+) -> Routes:
     (num_rows, size), (num_experts, weight_size) = x.shape, weight.shape
     assert size == weight_size, (x.shape, weight.shape)
     assert all(each is None or each.shape == (num_experts,) for each in (product_bias, bias)), weight.shape
@@ -81,11 +102,11 @@ def routes(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor 
     rows = 1 if num_rows <= _SINGLE_ROWS else _ROWS
     per_group = num_experts // routing.num_groups
     _choose_kernel[(triton.cdiv(num_rows, rows),)](
-        parts, product_bias, bias, chosen, shares, num_rows, num_experts, tiles.num_parts, routing.scaling,
+        parts, product_bias, bias, given, chosen, shares, num_rows, num_experts, tiles.num_parts, routing.scaling,
         PARTS=tiles.max_parts, ROWS=rows, GROUPS=triton.next_power_of_2(routing.num_groups),
         PER_GROUP=per_group, WIDTH=max(triton.next_power_of_2(per_group), 32 if routing.num_groups == 1 else 1),
         ACTIVE=routing.num_active, ACTIVE_GROUPS=routing.num_active_groups if routing.num_groups > 1 else 0,
-        RANKING=routing.num_ranking, IS_SIGMOID=routing.scoring == "sigmoid", SUMS_TO_ONE=routing.sums_to_one,
+        RANKING=routing.num_ranking, SCORING=routing.scoring, SUMS_TO_ONE=routing.sums_to_one,
         LEAST=LEAST_TOTAL, DEPENDENT=dependent, num_warps=rows, launch_pdl=dependent,
     )  # fmt: skip
     return Routes(chosen, shares)
@@ -144,6 +165,16 @@ def _product_kernel(
 
 
 @triton.jit
+def _softplus(x):
+    """Return log(1 + exp(x)), nearly as exact as float32 for all x."""
+    small = tl.exp(-tl.abs(x))
+    sum_of_both = 1.0 + small  # rounded; the quotient makes up for it
+    is_one = sum_of_both == 1.0
+    log = tl.log(sum_of_both) * tl.div_rn(small, tl.where(is_one, 1.0, sum_of_both - 1.0))
+    return tl.maximum(x, 0.0) + tl.where(is_one, small, log)
+
+
+@triton.jit
 def _keys_of(scores):
     """Return int32 numbers that are ordered as float32 `scores` are, all above _LOWEST. NaN is above all numbers."""
     bits = scores.to(tl.int32, bitcast=True)
@@ -166,6 +197,7 @@ def _choose_kernel(
     parts_ptr,  # [num_parts, num_rows, num_experts] float32
     product_bias_ptr,  # [num_experts] float32; None: there is none
     bias_ptr,  # [num_experts] float32; None: there is none
+    given_ptr,  # [num_rows, ACTIVE] int64, experts; None: those of the best scores
     chosen_ptr,  # [num_rows, ACTIVE] int64, written
     shares_ptr,  # [num_rows, ACTIVE] float32, written
     num_rows,
@@ -180,7 +212,7 @@ def _choose_kernel(
     ACTIVE: tl.constexpr,
     ACTIVE_GROUPS: tl.constexpr,  # 0: all experts may be chosen
     RANKING: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,  # as of `Routing`
     SUMS_TO_ONE: tl.constexpr,
     LEAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -205,8 +237,10 @@ def _choose_kernel(
         scores += tl.load(at + part * num_rows.to(tl.int64) * num_experts, mask=is_part, other=0.0)
     if product_bias_ptr is not None:
         scores += product_bias
-    if IS_SIGMOID:
+    if SCORING == "sigmoid":
         scores = tl.div_rn(1.0, 1.0 + tl.exp(-scores))
+    elif SCORING == "sqrtsoftplus":
+        scores = tl.sqrt_rn(_softplus(scores))
     else:
         scores = tl.where(is_expert, scores, float("-inf"))
         scores = tl.exp(scores - tl.max(scores, 1, keep_dims=True))
@@ -232,11 +266,14 @@ def _choose_kernel(
         keys = tl.where(tl.reshape(is_active, (ROWS, GROUPS * WIDTH)) != 0, keys, _LOWEST)
     order = tl.full(keys.shape, -1, dtype=tl.int32)  # 0: the best expert
     for place in tl.static_range(ACTIVE):
-        _, is_best, keys = _without_largest(keys, places, 1)
-        order = tl.where(is_best, place, order)
+        if given_ptr is None:
+            _, is_best, keys = _without_largest(keys, places, 1)
+        else:
+            is_best = experts == tl.load(given_ptr + rows * ACTIVE + place, mask=rows < num_rows, other=-1)
+        order = tl.where(is_best & is_expert, place, order)
     shares = tl.where(order >= 0, scores, 0.0)
     if SUMS_TO_ONE:
-        total = tl.sum(shares, 1, keep_dims=True) + (LEAST if IS_SIGMOID else 0.0)
+        total = tl.sum(shares, 1, keep_dims=True) + (0.0 if SCORING == "softmax" else LEAST)
         shares = tl.div_rn(shares, tl.broadcast_to(total, shares.shape))
     is_written = (rows < num_rows) & (order >= 0)
     out = rows * ACTIVE + order

@@ -16,7 +16,7 @@ def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
-def clamped_silu_mul(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:
+def clamped_silu_mul_ref(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:
     """Return the clamped gate of `gate_up` [num_rows, 2 * size], gate first: a new tensor [num_rows, size]. Computes in
     float32 and rounds to gate_up's dtype at the end."""
     gate, up = gate_up.float().chunk(2, dim=-1)
@@ -32,3 +32,4 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 silu_mul = Operation("silu_mul", silu_mul_ref)
+clamped_silu_mul = Operation("clamped_silu_mul", clamped_silu_mul_ref)

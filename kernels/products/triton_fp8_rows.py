@@ -62,7 +62,8 @@ def round_to_scale(x: Tensor, scale: Tensor) -> Tensor:
 def serves_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, *_: object, **__: object) -> bool:
     """Return whether `add_rms_norm_round_` takes these tensors, with any delta, eps and group."""
     del delta
-    return hidden.dtype == weight.dtype and 0 < hidden.shape[1] <= MAX_SIZE and hidden.stride(1) == 1
+    is_weight = weight.dtype in (hidden.dtype, torch.float32)
+    return is_weight and 0 < hidden.shape[1] <= MAX_SIZE and hidden.stride(1) == 1
 
 
 def add_rms_norm_round_(
@@ -207,7 +208,7 @@ def _round_kernel(
 def _norm_round_kernel(
     x_ptr,  # [num_rows, size]; written if ADDS
     delta_ptr,  # [num_rows, size] of x's dtype, or parts [PARTS, num_rows, size] float32; read if ADDS
-    weight_ptr,  # [size] of x's dtype
+    weight_ptr,  # [size] of x's dtype or float32
     out_ptr,  # [num_rows, size] of x's dtype, written; None: not wanted
     values_ptr,  # [num_rows, size] e4m3, written
     scales_ptr,  # [num_rows, num_groups] float32, written
@@ -230,7 +231,7 @@ def _norm_round_kernel(
     groups, inner = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
     columns = groups[:, None] * group + inner[None, :]
     is_in = (inner < group)[None, :] & (columns < size)
-    weight = tl.load(weight_ptr + columns, mask=is_in, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=is_in, other=0.0)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -246,7 +247,7 @@ def _norm_round_kernel(
         tl.store(at, x, mask=is_in)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / size + eps)
-    normed = ((wide * scale).to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+    normed = ((wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
     if out_ptr is not None:
         tl.store(out_ptr + row * size + columns, normed, mask=is_in)
     normed = normed.to(tl.float32)

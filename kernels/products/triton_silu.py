@@ -1,4 +1,5 @@
-"""`silu_mul` of silu.py on a GPU in one pass: silu(gate) * up, each rounded to the dtype as torch does."""
+"""`silu_mul` and `clamped_silu_mul` of silu.py on a GPU in one pass. silu(gate) and its product with up are each
+rounded to the dtype as torch does. A clamped gate is rounded once."""
 
 # Constants of a kernel are in capitals, and a launch is no call that a type checker knows.
 # ruff: noqa: N803
@@ -12,18 +13,29 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .. import gpu
+from ..formats import SwigluClamp
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 
 
-def serves(gate_up: torch.Tensor) -> bool:
-    """Return whether `silu_mul` takes such a tensor."""
+def serves(gate_up: torch.Tensor, clamp: SwigluClamp | None = None) -> bool:
+    """Return whether `silu_mul` and `clamped_silu_mul` take such a tensor."""
+    del clamp
     return gate_up.is_contiguous()
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu_mul_ref` of `gate_up` [num_rows, 2 * size], contiguous, gate first: a new [num_rows, size]."""
+    return _gated(gate_up, None)
+
+
+def clamped_silu_mul(gate_up: torch.Tensor, clamp: SwigluClamp) -> torch.Tensor:
+    """Return `clamped_silu_mul_ref`. `gate_up` as for `silu_mul`."""
+    return _gated(gate_up, clamp)
+
+
+def _gated(gate_up: torch.Tensor, clamp: SwigluClamp | None) -> torch.Tensor:
     assert gate_up.ndim == 2 and gate_up.shape[1] % 2 == 0 and gate_up.is_contiguous(), gate_up.shape
     assert gate_up.dtype in _DTYPES, gate_up.dtype
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -31,8 +43,9 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel():
         dependent = gpu.dependent_launch(num_rows)
         _silu_mul_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-            gate_up, out, size, BLOCK=_BLOCK, DEPENDENT=dependent, launch_pdl=dependent
-        )
+            gate_up, out, size, *(clamp or (0.0, 0.0, 0.0)), IS_CLAMPED=clamp is not None, BLOCK=_BLOCK,
+            DEPENDENT=dependent, launch_pdl=dependent,
+        )  # fmt: skip
     return out
 
 
@@ -56,11 +69,15 @@ def clamped_silu_mul_of(gate, up, limit, alpha, offset):
     return (up + offset) * tl.div_rn(gate, 1.0 + tl.exp(-alpha * gate))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("limit", "alpha", "offset"))
 def _silu_mul_kernel(
     gate_up_ptr,  # [num_rows, 2 * size]
     out_ptr,  # [num_rows, size] of the same dtype, written
     size,
+    limit,
+    alpha,
+    offset,
+    IS_CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -73,4 +90,9 @@ def _silu_mul_kernel(
         gdc_wait()
     gate = tl.load(gate_up_ptr + row * 2 * size + columns, mask=is_in, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * size + size + columns, mask=is_in, other=0.0)
-    tl.store(out_ptr + row * size + columns, silu_mul_of(gate, up), mask=is_in)
+    if IS_CLAMPED:
+        wide = clamped_silu_mul_of(gate.to(tl.float32), up.to(tl.float32), limit, alpha, offset)
+        out = wide.to(out_ptr.dtype.element_ty)
+    else:
+        out = silu_mul_of(gate, up)
+    tl.store(out_ptr + row * size + columns, out, mask=is_in)

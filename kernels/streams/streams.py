@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..operations import Operation
 from ..products.norm import Norm, rms_norm
 
 
@@ -48,6 +49,35 @@ class StreamShares(NamedTuple):
     mix: Tensor  # [num_tokens, hc_mult, hc_mult] float32, from, to
 
 
+class PendingStreams(NamedTuple):
+    """Streams, and the output of a sublayer that is still to be added to them."""
+
+    streams: Tensor  # [num_tokens, hc_mult, hidden_size]
+    y: Tensor | None = None  # [num_tokens, hidden_size]; None: nothing is to be added
+    shares: StreamShares | None = None  # of y
+
+
+def cross_streams_ref(
+    pending: PendingStreams, weights: StreamWeights, norm: Norm, rules: StreamRules
+) -> tuple[Tensor, Tensor, StreamShares]:
+    """Return the streams after the pending sublayer, and `read_streams` of them, for the next one."""
+    streams = written(pending)
+    return streams, *read_streams(streams, weights, norm, rules)
+
+
+def end_streams_ref(pending: PendingStreams, weights: StreamWeights, rules: StreamRules) -> tuple[Tensor, Tensor]:
+    """Return the streams after the pending sublayer, and `collapse_streams` of them."""
+    streams = written(pending)
+    return streams, collapse_streams(streams, weights, rules)
+
+
+def written(pending: PendingStreams) -> Tensor:
+    """Return the streams after the pending sublayer."""
+    if pending.y is None or pending.shares is None:
+        return pending.streams
+    return write_streams(pending.streams, pending.y, pending.shares)
+
+
 def read_streams(
     streams: Tensor, weights: StreamWeights, norm: Norm, rules: StreamRules
 ) -> tuple[Tensor, StreamShares]:
@@ -67,7 +97,7 @@ def read_streams(
     return rms_norm(_collapsed(streams, read), *norm), StreamShares(write, mix)
 
 
-def write_streams(streams: Tensor, y: Tensor, shares: StreamShares) -> Tensor:
+def write_streams_ref(streams: Tensor, y: Tensor, shares: StreamShares) -> Tensor:
     """Return the mixed streams with the output `y` [num_tokens, hidden_size] of a sublayer added to each: a new tensor
     [num_tokens, hc_mult, hidden_size]."""
     mixed = torch.matmul(shares.mix.transpose(1, 2), streams.float())
@@ -89,3 +119,8 @@ def _products(streams: Tensor, weights: StreamWeights, rules: StreamRules) -> Te
 
 def _collapsed(streams: Tensor, read: Tensor) -> Tensor:
     return (read.unsqueeze(2) * streams).sum(1).to(streams.dtype)
+
+
+cross_streams = Operation("cross_streams", cross_streams_ref, by=lambda pending, *_, **__: pending.streams)
+end_streams = Operation("end_streams", end_streams_ref, by=lambda pending, *_, **__: pending.streams)
+write_streams = Operation("write_streams", write_streams_ref)

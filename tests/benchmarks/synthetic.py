@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shard
 from torch import Tensor
 
 from baton.engine.checkpoint.checkpoint import TensorSpec
+from baton.engine.checkpoint.made_checkpoint import EveryName, dummy_tensor
 from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.models.registry import tensor_specs
 
@@ -238,6 +240,57 @@ ARCHITECTURES |= {
     },
 }
 
+ARCHITECTURES["deepseek-v4-flash"] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 129280,
+    "rms_norm_eps": 1e-6,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "sliding_window": 128,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "hc_mult": 4,
+    "max_position_embeddings": 1048576,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 65536,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "tie_word_embeddings": False,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048,
+    "num_hash_layers": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "swiglu_limit": 10.0,
+    "num_nextn_predict_layers": 1,
+    "expert_dtype": "fp4",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+
 FP8_BLOCKS = {
     "quantization_config": {
         "quant_method": "fp8",
@@ -280,11 +333,34 @@ def random_tensor(spec: TensorSpec, config: ModelConfig, seed: int) -> Tensor:
     return noise.mul_(scale)
 
 
+def write_random_prediction_layer(directory: Path, fields: dict[str, Any]) -> Path:
+    """Write a prediction layer (MTP) of random weights for a model of DeepSeek-V4 that the loader makes, and return
+    `directory`. `fields`: of the model."""
+    own = fields | {"num_hidden_layers": 1, "compress_ratios": [0, 0], "num_hash_layers": 0}
+    config, device = write_config(directory, own), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size, hc_mult = config.hidden_size, config.hc_mult
+    specs = [spec for spec in tensor_specs(config, EveryName()) if spec.name.startswith("layers.0.")]
+    specs = [replace(spec, name=spec.name.replace("layers.0.", "mtp.0.")) for spec in specs]
+    for name in ("e_proj", "h_proj"):
+        specs.append(TensorSpec(f"mtp.0.{name}.weight", (size, size), ("F8_E4M3",)))
+        specs.append(TensorSpec(f"mtp.0.{name}.scale", (-(-size // 128), -(-size // 128)), ("F8_E8M0",)))
+    shapes = {"enorm.weight": (size,), "hnorm.weight": (size,), "norm.weight": (size,), "hc_head_scale": (1,)}
+    shapes |= {"hc_head_base": (hc_mult,), "hc_head_fn": (hc_mult, hc_mult * size)}
+    specs += [TensorSpec(f"mtp.0.{name}", shape, ("F32",)) for name, shape in shapes.items()]
+    stored = {"F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8}
+    drawn = ((spec, dummy_tensor(spec, device)) for spec in specs)
+    named = ((spec.name, each.view(stored.get(spec.dtypes[0], each.dtype))) for spec, each in drawn)
+    write_shards(directory, named)
+    return directory
+
+
 def with_layers(fields: dict[str, Any], num_layers: int | None) -> dict[str, Any]:
     """Return `fields` with another number of layers (None: their own), of the same kinds in turn."""
     num_layers = fields["num_hidden_layers"] if num_layers is None else num_layers
     kinds = fields.get("layer_types")
     types = {} if kinds is None else {"layer_types": [kinds[layer % len(kinds)] for layer in range(num_layers)]}
+    ratios = fields.get("compress_ratios")  # the last one is that of a prediction layer
+    types |= {} if ratios is None else {"compress_ratios": [*ratios[:num_layers], *ratios[-1:]]}
     return fields | {"num_hidden_layers": num_layers} | types
 
 
@@ -299,6 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--planted", action="store_true", help="a text that is known in advance (planted_text.py)")
     parser.add_argument("--config-only", action="store_true", help="for --load-format dummy or planted:maker")
     parser.add_argument("--fp8-blocks", action="store_true", help="the loader makes weights in FP8, in blocks of 128")
+    parser.add_argument("--mtp", action="store_true", help="a random prediction layer of DeepSeek-V4, in DIR/mtp")
     heads = "EAGLE-3 heads beside a planted model, in DIR/eagle3-A: shares of tokens that they propose right"
     parser.add_argument("--acceptance", type=float, nargs="+", default=[], metavar="A", help=heads)
     options = parser.parse_args(arguments)
@@ -321,6 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_random(options.directory, fields, seed=options.seed)
     for share in options.acceptance if model is not None else ():
         write_planted_eagle3(options.directory / f"eagle3-{share:g}", model, share, seed=options.seed)
+    if options.mtp:
+        write_random_prediction_layer(options.directory / "mtp", fields)
     print(f"wrote {options.directory}")
 
 

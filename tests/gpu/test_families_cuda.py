@@ -1,9 +1,9 @@
-"""Families with experts and latents on CUDA, and FP8: text and logits are those of the CPU, which other tests compare
-with transformers."""
+"""Families with experts, latents and entries on CUDA, and FP8: text and logits are those of the CPU, which other tests
+compare with transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 from matrix import CELLS, PAGE_SIZE, Plain, run_cell
 from model_pools import pages_for
-from node_pair import NodePair
+from node_pair import NodePair, Result, params
 from quantized import SCHEMES, quantized
 
 from baton.engine.config import EngineConfig
@@ -62,6 +62,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 DRAFTED = [(name, drafter) for name in FAMILIES for drafter in ("eagle3", "ngram")]
 DRAFTED.remove(("gemma4 with experts", "eagle3"))  # the attention of trees is that of gemma4
 
+# entries of 4 and of 128 tokens, and a window of 128
+PUBLISHED_ENTRIES: dict[str, Any] = {"compress_rates": None, "sliding_window": 128, "index_n_heads": 32, "hc_mult": 4}
+
 
 @pytest.fixture(autouse=True)
 def _no_tf32(no_tf32: None) -> None:
@@ -79,10 +82,37 @@ def test_text_of_both_nodes_is_that_of_the_cpu(name: str, drafter: str, checkpoi
         check_texts(model, drafts | {"draft_topk": 2, "draft_tokens": 8})
 
 
-@pytest.mark.parametrize("name", ["mtp-of-glm4", "mtp-of-deepseek", "mtp-of-glm-dsa", "mtp-of-mimo"])
+@pytest.mark.parametrize(
+    "name", ["mtp-of-glm4", "mtp-of-deepseek", "mtp-of-glm-dsa", "mtp-of-mimo", drafters.STREAM_MTP]
+)
 def test_drafts_by_prediction_layers_of_the_checkpoint(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = drafters.target_of(name, checkpoint)
     check_texts(model, drafters.settings(name, model, tmp_path, steps=3))
+
+
+def test_entries_with_drafts_by_ngrams(checkpoint: Checkpoint) -> None:
+    check_texts(checkpoint("deepseek_v4"), {"speculative": "ngram", "draft_steps": 3})
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_entries_in_pages_of_the_published_length(steps: int, checkpoint: Checkpoint) -> None:
+    """Prompts end on both sides of pages and entries, cold and as prefix hits."""
+    model = drafters.target_of(drafters.STREAM_MTP, checkpoint, **PUBLISHED_ENTRIES)
+    drafts = {"speculative": "mtp", "draft_steps": steps} if steps else {"speculative": "none"}
+    common: dict[str, Any] = {"page_size": 128, "num_pages": 40, "chunk_tokens": 100, "max_running": 4, **drafts}
+    found: list[list[Result]] = []
+    for device in ("cpu", "cuda"):
+        both = common | {"device": device, "dtype": "float32"}
+        with closing(NodePair(model, prefill=both, decode=both)) as pair:
+            for is_hit in (False, True):
+                for num in (3, 125, 127, 128, 129, 131, 255, 260):
+                    prompt = torch.randint(1, 512, (num,), generator=torch.Generator().manual_seed(num)).tolist()
+                    pair.submit(f"{num} {is_hit}", prompt, params(12))
+                pair.run()
+            pair.check_books()
+            found.append([pair.results[key] for key in sorted(pair.results)])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.ids == theirs.ids and ours.failed is None, (ours, theirs)
 
 
 def check_texts(model: Path, drafts: dict[str, Any]) -> None:
@@ -103,6 +133,16 @@ def test_logits(name: str, checkpoint: Checkpoint) -> None:
     check_logits(checkpoint(family, **config), EXACT)
 
 
+@pytest.mark.parametrize(
+    ("config", "num_tokens", "chunks"),
+    [({}, 70, [33, 1, 1, 20, 15]), (PUBLISHED_ENTRIES, 300, [100, 27, 1, 1, 130, 1, 40])],
+    ids=["small", "published"],
+)
+def test_logits_of_entries(config: dict[str, Any], num_tokens: int, chunks: list[int], checkpoint: Checkpoint) -> None:
+    page_size = 128 if config else 16
+    check_logits(checkpoint("deepseek_v4", **config), EXACT, num_tokens, chunks, page_size=page_size)
+
+
 @pytest.mark.parametrize("scheme", ["blocks", "ue8m0", "fp8-static", "w8a8", "w8a16"])
 @pytest.mark.parametrize("family", ["llama", "minimax_m2", "deepseek_v3"])
 def test_logits_of_fp8_weights(family: str, scheme: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -121,20 +161,26 @@ def test_logits_of_fp8_kv(family: str, checkpoint: Checkpoint) -> None:
     check_logits(checkpoint(family), ROUNDED, kv_dtype="fp8")
 
 
-def check_logits(model: Path, bounds: tuple[float, float], **settings: Any) -> None:
+def check_logits(
+    model: Path,
+    bounds: tuple[float, float],
+    num_tokens: int = NUM_TOKENS,
+    small: Sequence[int] = (33, 1, 1, 20, 15),
+    **settings: Any,
+) -> None:
     """Compare the logits of a prompt, whole and in small chunks, with those on the CPU."""
-    ids = torch.randint(1, 512, (NUM_TOKENS,), generator=torch.Generator().manual_seed(5)).tolist()
-    expected = logits(model, "cpu", ids, [NUM_TOKENS], **settings)
+    ids = torch.randint(1, 512, (num_tokens,), generator=torch.Generator().manual_seed(5)).tolist()
+    expected = logits(model, "cpu", ids, [num_tokens], **settings)
     spread = float(expected.std())
     assert spread > 0.5
-    for chunks in ([NUM_TOKENS], [33, 1, 1, 20, 15]):
+    for chunks in ([num_tokens], small):
         rows = (logits(model, "cuda", ids, chunks, **settings) - expected).abs().amax(1) / spread
         found = float(rows.median()), float(rows.max())
         print(f"{model.name} {settings} {len(chunks)} chunks: {found}")
         assert found[0] < bounds[0] and found[1] < bounds[1], (chunks, found, bounds)
 
 
-def logits(model: Path, device: str, ids: list[int], chunks: list[int], **settings: Any) -> torch.Tensor:
+def logits(model: Path, device: str, ids: list[int], chunks: Sequence[int], **settings: Any) -> torch.Tensor:
     """Return the logits of all tokens, [len(ids), vocab_size], on the CPU."""
     config = EngineConfig(model=str(model), device=device, dtype="float32", num_pages=40, tune=False, **settings)
     engine = Engine(config)

@@ -28,7 +28,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # Operations with a reference file, by file: importing it declares them.
 DECLARED = {
     "products.norm": ["rms_norm", "add_rms_norm_"],
-    "products.silu": ["silu_mul"],
+    "products.silu": ["silu_mul", "clamped_silu_mul"],
     "products.rotary": ["turns"],
     "attention.paged_rows": ["attend", "attend_stored"],
     "attention.latents": ["latent_values"],
@@ -39,11 +39,12 @@ DECLARED = {
         *("round_rows", "round_to_scale", "add_rms_norm_round_", "silu_mul_round"),
         *("fp8_linear", "fp8_linear_parts", "fp8_gated_linear", "gates_fp8"),
     ],
-    "experts.routes": ["routes"],
+    "experts.routes": ["routes", "shares_of"],
     "experts.experts": [
         *("place_experts", "experts_linear", "gated_experts_linear", "mix_parts"),
         *("gated_experts_of_row", "experts_of_row"),
     ],
+    "streams.streams": ["cross_streams", "end_streams", "write_streams"],
     "sampling.processors": ["process_logits"],
     "sampling.sample": ["perturbed_argmax", "perturbed_topk"],
     "sampling.best_tokens": ["best_of_share", "best_of_all"],
@@ -61,6 +62,7 @@ KERNELS_ALONE = {
     "attention.paged_plan": ["decode_attention", "extend_attention", "norm_rotate_store", "token_rows", "pack"],
     "attention.latents": ["absorb_latents", "turn_latents", "latent_attention", "expanded_attention"],
     "attention.picks": ["paged_index_scores", "paged_picks"],
+    "entries.paged_entries": ["turn_heads_", "compress_paged", "attend_entries"],
     "state.pages": ["gather_pages", "least_of_many"],
     "ranks.all_reduce": [
         *("all_reduce", "all_max", "all_gather", "all_gather_columns", "all_reduce_norm_"),

@@ -20,7 +20,8 @@ from thinned import halved, thinned
 from ties import Reference
 from torch import Tensor
 
-from baton.engine.attention.compressed import KV, CompressedAttention, EntryPool
+from baton.engine.attention.compressed import KV, EntryPool
+from baton.engine.attention.gathered_entries import GatheredEntries
 from baton.engine.attention.pool_rows import NewRows, PoolRows
 from baton.engine.checkpoint.model_config import ENTRY_POOLS, WINDOW_POOL
 from baton.metadata.handoff.memory import PageMemory
@@ -116,7 +117,7 @@ def test_entries_one_window_off_are_caught(pool: str, text: Text) -> None:
         found = usual(context, entries, new)
         return torch.cat([found[:1], found[:-1]]) if entries.entries == pool else found
 
-    with patched(CompressedAttention, "entries", early), caught():
+    with patched(GatheredEntries, "entries", early), caught():
         assert text.of_rounds(43, 4) == text.right(43)
 
 
@@ -159,7 +160,7 @@ def test_an_entry_of_rejected_drafts_that_stays_is_caught(pool: str, num_steps: 
         made.update(keys)
         usual(context, entries, new, windows[fresh], values[fresh])
 
-    with patched(CompressedAttention, "_store_entries", once), caught():
+    with patched(GatheredEntries, "_store_entries", once), caught():
         assert text.of_rounds(43, num_steps) == text.right(43)
 
 

@@ -76,9 +76,10 @@ def _number_bytes(quantization: Quantization | None) -> tuple[float, float]:
     """Return the bytes of a number of the matrices for all tokens, the head aside, and of those of experts."""
     if quantization is None:
         return 2, 2
+    of_mxfp4 = 0.5 + 1 / GROUP
     if quantization.weight_scale == "mxfp4":
-        return 2, 0.5 + 1 / GROUP
-    return 1, 1
+        return 2, of_mxfp4
+    return 1, of_mxfp4 if quantization.has_mxfp4_experts else 1
 
 
 def kv_read_tokens(config: ModelConfig, num_tokens: int, kv_tokens: int) -> int:
@@ -88,11 +89,30 @@ def kv_read_tokens(config: ModelConfig, num_tokens: int, kv_tokens: int) -> int:
     return sum(read) // len(read)
 
 
+def entry_bytes(config: ModelConfig, num_tokens: int, kv_tokens: int) -> int:
+    """Return the bytes of keys, entries and index keys in 16 bits that `num_tokens` queries read in all layers. Each is
+    of a sequence of its own, and `kv_tokens` are those of all sequences."""
+    compressed, index, length = config.compressed, config.index, kv_tokens // max(1, num_tokens)
+    assert compressed is not None, config
+    rows, index_rows = 0, 0
+    for kind in compressed.kinds:
+        rows += min(compressed.window, length)
+        if kind == "heavy":
+            rows += length // compressed.heavy_rate
+        elif kind == "sparse" and index is not None:
+            rows += min(index.num_picks, length // compressed.sparse_rate)
+            index_rows += length // compressed.sparse_rate
+    return 2 * num_tokens * (rows * config.head_dim + index_rows * (0 if index is None else index.head_dim))
+
+
 def floor_s(engine: Engine, num_tokens: int, kv_tokens: int, limits: Limits, num_logits: int | None = None) -> float:
     """Return the least seconds of a step of `num_tokens` new tokens that reads the KV of `kv_tokens` tokens."""
     config = engine.model_config
     weights, products = weight_bytes(config, num_tokens)
-    kv_bytes = kv_read_tokens(config, num_tokens, kv_tokens) * page_bytes(engine.schema) // engine.schema.page_size
+    if config.compressed is None:
+        kv_bytes = kv_read_tokens(config, num_tokens, kv_tokens) * page_bytes(engine.schema) // engine.schema.page_size
+    else:
+        kv_bytes = entry_bytes(config, num_tokens, kv_tokens)
     head = config.hidden_size * config.vocab_size
     flops = 2 * num_tokens * (products - head) + 2 * (num_tokens if num_logits is None else num_logits) * head
     return max((weights + kv_bytes) / limits.bytes_per_s, flops / limits.flops_per_s)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
-from baton.engine.attention.compressed import KV, CompressedAttention, EntryPool
+from baton.engine.attention.compressed import KV, CompressedAttention, EntryPool, WindowHeads
+from baton.engine.attention.gathered_entries import GatheredEntries
 from baton.engine.attention.pool_rows import PoolRows
 from baton.engine.checkpoint.model_config import IndexConfig
 from baton.engine.layers.compressed_attention import Compressor, EntryIndexer, GroupedOut, WindowedAttention
+from baton.engine.products.groups import DenseGroups
 from baton.engine.products.linear import Linear
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
@@ -34,16 +38,13 @@ def compressor(kind: str, width: int, seed: int) -> Compressor:
 
 def layer(*, is_indexed: bool) -> WindowedAttention:
     index = IndexConfig(3, 6, PICKS, is_interleaved=True)
+    heads = WindowHeads(0, WINDOW, 1e-6, Norm(torch.ones(WIDTH), 1e-6), FREQUENCIES, random(HEADS, seed=3))
     return WindowedAttention(
-        0,
-        WINDOW,
         linear(RANK + WIDTH, SIZE, 1),
         Norm(torch.ones(RANK), 1e-6),
         linear(HEADS * WIDTH, RANK, 2),
-        Norm(torch.ones(WIDTH), 1e-6),
-        FREQUENCIES,
-        random(HEADS, seed=3),
-        GroupedOut(random(2, 5, WIDTH, seed=4), linear(SIZE, 10, 5)),
+        heads,
+        GroupedOut(DenseGroups(random(2, 5, WIDTH, seed=4)), linear(SIZE, 10, 5)),
         compressor("entries", WIDTH, 6),
         EntryIndexer(index, compressor("index", 6, 8), linear(18, RANK, 10), random(3, SIZE, seed=11))
         if is_indexed
@@ -59,7 +60,7 @@ def run(attention: WindowedAttention, x: torch.Tensor, chunks: list[int]) -> tor
     for num in chunks:
         batch = ForwardBatch.build([BatchRow([0] * num, start, [4, 2, 7, 1])], PAGE_SIZE, "cpu")
         rows = PoolRows.of(batch, pools)
-        outputs.append(attention(x[start : start + num], CompressedAttention(rows, rows)))
+        outputs.append(attention(x[start : start + num], GatheredEntries(rows, rows)))
         start += num
     return torch.cat(outputs)
 
@@ -100,4 +101,5 @@ def test_each_group_of_heads_has_a_product_of_its_own() -> None:
     groups, out = random(2, 5, WIDTH, seed=1), linear(SIZE, 10, 2)
     attended = random(4, HEADS, WIDTH, seed=3)
     parts = torch.cat([attended[:, group] @ groups[group].T for group in range(2)], 1)
-    torch.testing.assert_close(GroupedOut(groups, out)(attended), out(parts))
+    context = cast(CompressedAttention, GatheredEntries)
+    torch.testing.assert_close(GroupedOut(DenseGroups(groups), out)(attended, context), out(parts))

@@ -9,7 +9,14 @@ import torch
 from baton.engine.attention.compressed import CompressedAttention
 from baton.engine.layers.stream_decoder import StreamLayer
 from baton.kernels.products.norm import Norm
-from baton.kernels.streams.streams import StreamRules, StreamWeights, read_streams, write_streams
+from baton.kernels.streams.streams import (
+    PendingStreams,
+    StreamRules,
+    StreamWeights,
+    read_streams,
+    write_streams,
+    written,
+)
 
 SIZE, HC_MULT, RULES = 8, 3, StreamRules(20, 1e-6, 1e-6)
 
@@ -37,9 +44,9 @@ def test_both_sublayers_read_and_write_all_streams() -> None:
     whole: Any = StreamLayer(sites[0], norms[0], cast(Any, attention), sites[1], norms[1], cast(Any, mlp), RULES)
     streams = random(2, HC_MULT, SIZE, seed=30)
     before = streams.clone()
-    out = whole(streams, ids, context)
+    out = written(whole(PendingStreams(streams), ids, context))
     x, shares = read_streams(streams, sites[0], norms[0], RULES)
     middle = write_streams(streams, 2 * x, shares)
     x, shares = read_streams(middle, sites[1], norms[1], RULES)
     assert torch.equal(out, write_streams(middle, x * ids.unsqueeze(1), shares)) and torch.equal(streams, before)
-    assert not torch.equal(out, whole(streams, ids.flip(0), context))
+    assert not torch.equal(out, written(whole(PendingStreams(streams), ids.flip(0), context)))

@@ -12,7 +12,7 @@ from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
 
-from baton.kernels.experts import triton_routes
+from baton.kernels.experts import routes, triton_routes
 from baton.kernels.experts.routes import Routing, routes_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
@@ -26,6 +26,7 @@ ROUTINGS = {
     "sum to one": (128, Routing(8, sums_to_one=True)),
     "scaled": (60, PLAIN._replace(scaling=2.5)),
     "sigmoid": (60, PLAIN._replace(scoring="sigmoid", scaling=1.5)),
+    "softplus": (60, PLAIN._replace(scoring="sqrtsoftplus", scaling=1.5)),
     "groups": (64, GROUPS),
     "groups of 20": (160, Routing(6, num_groups=8, num_active_groups=3, scaling=16.0)),
     "three groups of two": (6, Routing(2, "sigmoid", num_groups=3, num_active_groups=2, num_ranking=2)),
@@ -50,6 +51,14 @@ def test_routes_are_those_of_the_reference(name: str, has_bias: bool) -> None:
     if has_bias:
         bias = random(num_experts, seed=2, scale=0.5)
     check(random(5, 72, dtype=DTYPE), weight, None, bias, routing)
+
+
+def test_shares_of_given_experts_are_those_of_the_reference() -> None:
+    weight, routing = random(60, 72, seed=1, scale=0.2), PLAIN._replace(scoring="sqrtsoftplus", scaling=1.5)
+    x, given = random(5, 72, dtype=DTYPE), torch.stack([torch.randperm(60)[:4] for _ in range(5)]).to(DEVICE)
+    ours, theirs = (shares(x, weight, given, routing) for shares in (triton_routes.shares_of, routes.shares_of_ref))
+    assert torch.equal(ours.chosen, given)
+    torch.testing.assert_close(ours.shares, theirs.shares, atol=1e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

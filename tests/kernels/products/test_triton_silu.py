@@ -8,9 +8,10 @@ from triton_device import ULP, random
 
 pytest.importorskip("triton")
 
+from baton.kernels.formats import SwigluClamp
 from baton.kernels.operations import preferring
 from baton.kernels.products import silu, triton_silu
-from baton.kernels.products.silu import silu_mul_ref
+from baton.kernels.products.silu import clamped_silu_mul_ref, silu_mul_ref
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 
@@ -23,6 +24,14 @@ def test_equals_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> N
     actual = triton_silu.silu_mul(gate_up)
     torch.testing.assert_close(actual, silu_mul_ref(gate_up), rtol=2 * ULP[dtype], atol=1e-6)
     assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("offset", [1.0, 0.0])
+def test_a_clamped_gate_equals_the_reference(offset: float, dtype: torch.dtype) -> None:
+    gate_up, clamp = random(3, 50, dtype=dtype, scale=3.0), SwigluClamp(2.0, 1.702, offset)
+    actual = triton_silu.clamped_silu_mul(gate_up, clamp)
+    torch.testing.assert_close(actual, clamped_silu_mul_ref(gate_up, clamp), rtol=2 * ULP[dtype], atol=1e-6)
 
 
 def test_far_values() -> None:

@@ -203,12 +203,12 @@ def _routes() -> None:
             own = (triton_routes._product_kernel, constants, types | {"x": x})
             print(f"{x[1:]} {num_rows}", compiled_bytes(*own, num_warps=4, num_stages=tiles.num_stages))
     for rows in (1, 4):
-        plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "IS_SIGMOID": False}
+        plain = {"GROUPS": 1, "PER_GROUP": 128, "WIDTH": 128, "ACTIVE_GROUPS": 0, "RANKING": 1, "SCORING": "softmax"}
         plain |= {"PARTS": 32, "ROWS": rows, "ACTIVE": 8, "SUMS_TO_ONE": True, "LEAST": 1e-20, "DEPENDENT": True}
         groups = plain | {"GROUPS": 8, "PER_GROUP": 20, "WIDTH": 32, "ACTIVE_GROUPS": 4, "RANKING": 2}
-        groups["IS_SIGMOID"] = True
+        groups["SCORING"] = "sigmoid"
         for name, constants in (("plain", plain | {"bias_ptr": None}), ("groups", groups)):
-            own = (triton_routes._choose_kernel, {**constants, "product_bias_ptr": None}, types)
+            own = (triton_routes._choose_kernel, {**constants, "product_bias_ptr": None, "given_ptr": None}, types)
             print(f"{name} {rows}", compiled_bytes(*own, num_warps=rows))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.attention.compressed import CompressedAttention, EntryPool
+from baton.engine.attention.compressed import EntryPool
+from baton.engine.attention.gathered_entries import GatheredEntries
 from baton.engine.attention.pool_rows import PoolRows
 from baton.engine.rounds.batch import ForwardBatch, JointBatch
 from baton.engine.work import BatchRow
@@ -33,14 +34,14 @@ def entry_pool() -> EntryPool:
     return EntryPool("inputs", "entries", 1, bias, Norm(weight, 1e-6), FREQUENCIES)
 
 
-def run(pools: dict[str, torch.Tensor], batch: ForwardBatch | JointBatch, inputs: torch.Tensor) -> CompressedAttention:
+def run(pools: dict[str, torch.Tensor], batch: ForwardBatch | JointBatch, inputs: torch.Tensor) -> GatheredEntries:
     context = begin(pools, batch)
     context.compress(entry_pool(), inputs)
     return context
 
 
-def begin(pools: dict[str, torch.Tensor], batch: ForwardBatch | JointBatch) -> CompressedAttention:
-    return CompressedAttention(PoolRows.of(batch, pools), PoolRows.of(batch.of_tails(), pools))
+def begin(pools: dict[str, torch.Tensor], batch: ForwardBatch | JointBatch) -> GatheredEntries:
+    return GatheredEntries(PoolRows.of(batch, pools), PoolRows.of(batch.of_tails(), pools))
 
 
 def rows_of(start: int, stop: int) -> tuple[ForwardBatch, torch.Tensor]:
@@ -48,7 +49,7 @@ def rows_of(start: int, stop: int) -> tuple[ForwardBatch, torch.Tensor]:
     return ForwardBatch.build(rows, PAGE_SIZE, "cpu"), INPUTS[:, start:stop].flatten(0, 1)
 
 
-def check(context: CompressedAttention, num_tokens: int = NUM) -> None:
+def check(context: GatheredEntries, num_tokens: int = NUM) -> None:
     """Compare the entries of both sequences with those that are made at once."""
     pool = entry_pool()
     for inputs, new in zip(INPUTS, context.kept.new_rows(), strict=True):

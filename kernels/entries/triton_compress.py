@@ -1,0 +1,180 @@
+"""Entries by Triton: the rows of new tokens go into tail pages, and each token that ends a window makes its entry.
+
+A window's rows are those of the forward, or lie in pages already. So one launch does both, and no program waits for
+another one.
+"""
+
+# ruff: noqa: N803, N806
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .. import gpu
+from ..attention.triton_shares import is_last
+from ..products.norm import Norm
+from .paged_entries import TokenPlan
+from .triton_heads import turned, turns_of
+
+_ROWS, _COLUMNS = 32, 64  # of a window that a program reads at once
+
+
+def compress_paged(
+    inputs: Tensor,
+    bias: Tensor,
+    norm: Norm,
+    frequencies: Tensor,
+    inputs_layer: Tensor,
+    entries_layer: Tensor,
+    plan: TokenPlan,
+) -> None:
+    """Store kv and gate of all tokens, `inputs` [num_tokens, 2 * columns] of any float type, in `inputs_layer`
+    [num_pages, 1, 1, page_size, 2 * columns] float32, whose pages are tail pages. Store the entries of windows that end
+    with one of the tokens in `entries_layer` [num_pages, 1, 1, page_size, part], normed and rotated.
+
+    `bias` [rate, columns] float32; `norm` [width]; `frequencies` [num_pairs] float32, radians per position."""
+    (num_tokens, num_inputs), (rate, columns), width = inputs.shape, bias.shape, len(norm.weight)
+    page_size, part = entries_layer.shape[3:]
+    assert num_inputs == 2 * columns == inputs_layer.shape[4] and inputs.stride(1) == 1, (inputs.shape, bias.shape)
+    assert columns in (width, 2 * width) and page_size % rate == 0 and rate * part >= width, (columns, width, part)
+    assert inputs_layer.is_contiguous() and entries_layer.is_contiguous() and bias.is_contiguous()
+    assert inputs_layer.shape[3] == page_size and len(plan.slots) == num_tokens, inputs_layer.shape
+    if not num_tokens:
+        return
+    block, num_rows = min(_COLUMNS, triton.next_power_of_2(width)), rate * columns // width
+    num_programs, dependent = triton.cdiv(width, block), gpu.dependent_launch(num_tokens)
+    made = torch.empty((num_tokens, width), dtype=torch.float32, device=inputs.device)
+    _compress_kernel[(num_tokens, num_programs)](
+        inputs_layer, entries_layer, made, plan.arrivals, inputs, bias, norm.weight, frequencies, plan.slots, plan.seqs,
+        plan.firsts, plan.table, plan.tail_table, inputs.stride(0), plan.table.stride(0), plan.tail_table.stride(0),
+        norm.eps, RATE=rate, COLUMNS=columns, WIDTH=width, PAIRS=len(frequencies), PAGE_SIZE=page_size,
+        STRIDE=rate * part, STORED=triton.cdiv(num_inputs, num_programs), BLOCK=block,
+        BLOCK_R=min(_ROWS, triton.next_power_of_2(num_rows)), BLOCK_P=triton.next_power_of_2(width // 2),
+        BLOCK_S=triton.next_power_of_2(triton.cdiv(num_inputs, num_programs)), DEPENDENT=dependent, num_warps=4,
+        launch_pdl=dependent,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("table_stride", "tail_stride"))
+def _compress_kernel(
+    pages_ptr,  # [num_tail_pages, PAGE_SIZE, 2 * COLUMNS] float32, written
+    entries_ptr,  # [num_pages, PAGE_SIZE / RATE, STRIDE], written
+    made_ptr,  # [num_tokens, WIDTH] float32, entries before their norm, written and read
+    arrivals_ptr,  # [num_tokens] int32, zeros before and after
+    inputs_ptr,  # [num_tokens, 2 * COLUMNS], tokens input_stride apart
+    bias_ptr,  # [RATE, COLUMNS] float32
+    norm_ptr,  # [WIDTH]
+    frequencies_ptr,  # [PAIRS] float32
+    slots_ptr,  # [num_tokens] int32
+    seqs_ptr,  # [num_tokens] int32
+    firsts_ptr,  # [num_tokens] int32
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    tails_ptr,  # [num_seqs, max_pages] int64, rows tail_stride apart
+    input_stride,
+    table_stride,
+    tail_stride,
+    eps,
+    RATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    STORED: tl.constexpr,  # inputs that a program stores
+    BLOCK: tl.constexpr,  # columns of an entry that a program makes
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (num_tokens, ceil(WIDTH / BLOCK)). The last program of a token norms and rotates its entry."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots_ptr + token)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    if slot >= 0:
+        seq = tl.load(seqs_ptr + token).to(tl.int64)
+        tails_ptr += seq * tail_stride
+        own, numbers = inputs_ptr + token * input_stride, part * STORED + tl.arange(0, BLOCK_S)
+        is_input = (tl.arange(0, BLOCK_S) < STORED) & (numbers < 2 * COLUMNS)
+        row = tl.load(tails_ptr + slot // PAGE_SIZE) * PAGE_SIZE + slot % PAGE_SIZE
+        values = tl.load(own + numbers, mask=is_input, other=0.0).to(tl.float32)
+        tl.store(pages_ptr + row * (2 * COLUMNS) + numbers, values, mask=is_input)
+        if (slot + 1) % RATE == 0:
+            first, columns = tl.load(firsts_ptr + token), part * BLOCK + tl.arange(0, BLOCK)
+            made = _made(
+                own, pages_ptr, bias_ptr, tails_ptr, slot, first, columns, input_stride,
+                RATE, COLUMNS, WIDTH, PAGE_SIZE, BLOCK, BLOCK_R,
+            )  # fmt: skip
+            made_ptr += token * WIDTH
+            tl.store(made_ptr + columns, made, mask=columns < WIDTH)
+            if is_last(arrivals_ptr + token, tl.num_programs(1)):
+                pairs = tl.arange(0, BLOCK_P)
+                is_pair = pairs < WIDTH // 2
+                even = tl.load(made_ptr + 2 * pairs, mask=is_pair, other=0.0)
+                odd = tl.load(made_ptr + 2 * pairs + 1, mask=is_pair, other=0.0)
+                scale = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / WIDTH + eps)
+                even *= scale * tl.load(norm_ptr + 2 * pairs, mask=is_pair, other=0.0).to(tl.float32)
+                odd *= scale * tl.load(norm_ptr + 2 * pairs + 1, mask=is_pair, other=0.0).to(tl.float32)
+                begin = slot - RATE + 1
+                cos, sin = turns_of(begin, pairs, frequencies_ptr, WIDTH, PAIRS)
+                even, odd = turned(even, odd, cos, sin)
+                page = tl.load(table_ptr + seq * table_stride + begin // PAGE_SIZE)
+                entry = entries_ptr + (page * (PAGE_SIZE // RATE) + begin % PAGE_SIZE // RATE) * STRIDE
+                tl.store(entry + 2 * pairs, even.to(entries_ptr.dtype.element_ty), mask=is_pair)
+                tl.store(entry + 2 * pairs + 1, odd.to(entries_ptr.dtype.element_ty), mask=is_pair)
+
+
+@triton.jit
+def _made(
+    own_ptr,  # the inputs of the token that ends the window
+    pages_ptr,
+    bias_ptr,
+    tails_ptr,  # [max_pages] int64, of the sequence
+    slot,
+    first,  # the first slot whose inputs are those of the forward
+    columns,  # [BLOCK]
+    input_stride,
+    RATE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Return some columns of an entry before its norm, [BLOCK] float32. Windows overlap if COLUMNS is twice WIDTH."""
+    ROWS: tl.constexpr = RATE * (COLUMNS // WIDTH)
+    sums, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    highest = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
+    for begin in tl.static_range(0, ROWS, BLOCK_R):
+        rows = begin + tl.arange(0, BLOCK_R)
+        at = slot - ROWS + 1 + rows  # slots
+        is_row = (rows < ROWS) & (at >= 0)
+        is_new = (is_row & (at >= first))[:, None] & (columns < WIDTH)[None, :]
+        is_old = is_row & (at < first)
+        pages = tl.load(tails_ptr + tl.maximum(at, 0) // PAGE_SIZE, mask=is_old, other=0)
+        old = pages_ptr + (pages * PAGE_SIZE + tl.maximum(at, 0) % PAGE_SIZE) * (2 * COLUMNS)
+        new = own_ptr + (at - slot).to(tl.int64) * input_stride
+        half = tl.where(rows < ROWS - RATE, 0, COLUMNS - WIDTH)  # of the window before, first halves
+        number = half[:, None] + columns[None, :]
+        is_old = is_old[:, None] & (columns < WIDTH)[None, :]
+        is_read = is_new | is_old
+        new, old = new[:, None] + number, old[:, None] + number
+        kv = tl.load(new, mask=is_new, other=0.0).to(tl.float32) + tl.load(old, mask=is_old, other=0.0)
+        gate = tl.load(new + COLUMNS, mask=is_new, other=0.0).to(tl.float32)
+        gate += tl.load(old + COLUMNS, mask=is_old, other=0.0)
+        gate += tl.load(bias_ptr + (rows % RATE)[:, None] * COLUMNS + number, mask=is_read, other=0.0)
+        gate = tl.where(is_read, gate, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(gate, 0))
+        weights = tl.exp(gate - new_highest[None, :])
+        correction = tl.exp(highest - new_highest)
+        total = total * correction + tl.sum(weights, 0)
+        sums = sums * correction + tl.sum(weights * kv, 0)
+        highest = new_highest
+    return sums / tl.where(columns < WIDTH, total, 1.0)
