@@ -1,7 +1,7 @@
 """Random shapes of DeepSeek-V4 between two nodes: the text is that of transformers, whatever the sizes, the rates of
 entries, the kinds of layers, the number of drafts, the chunks, the pages and the ranks are.
 
-The gate runs two shapes, `whole` runs 200."""
+The gate runs one shape, `whole` runs 200."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def nodes_of(rng: random.Random, shape: dict[str, Any]) -> tuple[dict[str, Any],
     return (prefill if decode["tp"] == 1 else prefill | {"tp": 1}), decode  # one process has one group of ranks
 
 
-@pytest.mark.parametrize("seed", thinned(range(200), lambda seed, _: seed in (3, 8)))
+@pytest.mark.parametrize("seed", thinned(range(200), lambda seed, _: seed == 8))
 def test_the_text_is_that_of_transformers(seed: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Greedy and seeded requests, one behind a cached beginning, one whose prompt the decode node computes. Drafts are
     often right."""
