@@ -90,19 +90,22 @@ FAMILIES: dict[str, dict[str, Any]] = {  # with heads that two and three ranks s
     "glm_moe_dsa": {},
     "gemma4_text": {"num_key_value_heads": 6, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     "mimo_v2_flash": {"num_attention_heads": 12, "num_key_value_heads": 6},
+    "deepseek_v4": {"o_groups": 6},
 }
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.whole
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_hand_pools_beside_that_of_kv_over_to_three(
-    family: str, checkpoint: Callable[..., Path], new_cluster: Callable[..., Cluster]
+@pytest.mark.parametrize(
+    ("family", "of_prefill", "of_decode"), [*((family, 2, 3) for family in FAMILIES), ("deepseek_v4", 3, 2)]
+)
+def test_unlike_numbers_of_ranks_hand_pools_beside_that_of_kv_over(
+    family: str, of_prefill: int, of_decode: int, checkpoint: Callable[..., Path], new_cluster: Callable[..., Cluster]
 ) -> None:
     sizes = {"num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96} | FAMILIES[family]
     cluster = new_cluster(checkpoint(family, **sizes))
     cluster.start_router()
-    for num_ranks in ((1, 1), (2, 3)):
+    for num_ranks in ((1, 1), (of_prefill, of_decode)):
         for role, num in zip(("prefill", "decode"), num_ranks, strict=True):
             start(cluster, role, f"{role}-{num}", num)
         cluster.wait_ready(num_nodes=2)

@@ -1,7 +1,7 @@
 """Random shapes of DeepSeek-V4 between two nodes: the text is that of transformers, whatever the sizes, the rates of
 entries, the kinds of layers, the number of drafts, the chunks, the pages and the ranks are.
 
-The gate runs two shapes, `whole` runs 200."""
+The gate runs one shape, `whole` runs 200."""
 
 from __future__ import annotations
 
@@ -67,10 +67,11 @@ def nodes_of(rng: random.Random, shape: dict[str, Any]) -> tuple[dict[str, Any],
         **({"draft_steps": num_steps} if num_steps else {}),
     }
     ranks = [num for num in (1, 1, 2, 3) if shape["o_groups"] % num == shape["intermediate_size"] % num == 0]
-    return tuple({**both, "chunk_tokens": rng.randint(1, 260), "tp": rng.choice(ranks)} for _ in range(2))  # type: ignore[return-value]
+    prefill, decode = ({**both, "chunk_tokens": rng.randint(1, 260), "tp": rng.choice(ranks)} for _ in range(2))
+    return (prefill if decode["tp"] == 1 else prefill | {"tp": 1}), decode  # one process has one group of ranks
 
 
-@pytest.mark.parametrize("seed", thinned(range(200), lambda seed, _: seed in (3, 8)))
+@pytest.mark.parametrize("seed", thinned(range(200), lambda seed, _: seed == 8))
 def test_the_text_is_that_of_transformers(seed: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Greedy and seeded requests, one behind a cached beginning, one whose prompt the decode node computes. Drafts are
     often right."""
@@ -86,7 +87,7 @@ def test_the_text_is_that_of_transformers(seed: int, checkpoint: Callable[..., P
     reference = Reference(model)
     with node_pairs() as start:
         pair = start(model, prefill=prefill, decode=decode)
-        if decode["speculative"] != "none":
+        if decode["speculative"] != "none" and decode["tp"] == 1:
             coach(pair.decode.executor.engine.drafter, {at: prompts[at] + each for at, each in truths.items()})
         for at, ids in enumerate(prompts):
             pair.submit(f"{at}", ids, asked[at], is_local=at == 1)
