@@ -6,16 +6,18 @@ from functools import cache
 
 from .base import ReasoningParser
 from .harmony import HarmonyReasoningParser
-from .think_tags import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
+from .think_tags import DeepSeekR1ReasoningParser, Gemma4ReasoningParser, Qwen3ReasoningParser
 
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekR1ReasoningParser,
+    "gemma4": Gemma4ReasoningParser,
     "harmony": HarmonyReasoningParser,
     "qwen3": Qwen3ReasoningParser,
 }
 _SIGNS = (  # texts of a template that all stand in it -> the parser; the first that fits counts
     (("<|channel|>", "<|message|>"), "harmony"),
     (("<\uff5cAssistant\uff5c>", "</think>"), "deepseek_r1"),
+    (("<|channel>", "<channel|>"), "gemma4"),
     (("<think>", "</think>"), "qwen3"),
 )
 

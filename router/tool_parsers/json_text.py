@@ -65,6 +65,11 @@ class JsonValue:
         return self._expects is _Expects.VALUE and not self._closers and self.status is JsonStatus.OPEN
 
     @property
+    def expects_key(self) -> bool:
+        """Whether the next item is a key of an object, if the object goes on."""
+        return self._expects in _KEYS
+
+    @property
     def _in_string(self) -> bool:
         return self._expects in (_Expects.STRING, _Expects.ESCAPE, _Expects.HEX)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from .base import ToolParser
+from .gemma4 import Gemma4Parser
 from .harmony import HarmonyParser
 from .hermes import HermesParser
 from .llama3_json import Llama3JsonParser
@@ -13,6 +14,7 @@ from .pythonic import PythonicParser
 from .qwen3_coder import Qwen3CoderParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "gemma4": Gemma4Parser,
     "harmony": HarmonyParser,
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
@@ -22,6 +24,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 }
 _SIGNS = (  # texts of a template that all stand in it -> the parser; the first that fits counts
     (("<|channel|>", "<|message|>"), "harmony"),
+    (("<|tool_call>", "call:"), "gemma4"),
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>", "arg_key"), None),  # GLM's, which no parser here reads
     (("<tool_call>", "arguments"), "hermes"),

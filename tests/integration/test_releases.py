@@ -138,6 +138,22 @@ def test_streams_survive_each_order_of_an_upgrade_and_of_the_way_back(
     load.judge()
 
 
+@pytest.mark.whole
+def test_nodes_with_tail_pages_and_an_older_node_refuse_each_other_in_words(
+    new_cluster: NewCluster, release: Path, tmp_path: Path
+) -> None:
+    """The older node knows one pool of the model. The others serve on."""
+    cluster = new_cluster(make_target(tmp_path, has_tails=True))
+    cluster.start()
+    before = _texts(cluster, PROMPTS[:2])
+    cluster.releases = {"prefill-1": release}
+    older = cluster.start_node("prefill", "prefill-1")
+    assert older.wait(150.0) == 3  # what a refusal ends with
+    words = "differs in target.num_layers: 2 here, 1 there, target.window: absent here, 1 layers x"
+    assert words in older.log and f"protocol versions: 4..{OLD} here, 8..8 there" in older.log, older.log
+    assert _pairs(cluster) == ["ready"] and _texts(cluster, PROMPTS[:2]) == before
+
+
 def test_each_key_of_the_previous_release_is_read_or_refused_with_what_to_write_instead(
     release: Path, tmp_path: Path
 ) -> None:

@@ -109,3 +109,18 @@ def test_damage_of_a_tail_page_changes_its_own_checksums_alone() -> None:
     assert page_checksums(memory, 3) == kept and page_checksums(memory, NUM_PAGES + 3) != tail
     for pool in memory:
         pool.close()
+
+
+def test_tail_pages_are_shared_up_to_the_first_page_that_has_one() -> None:
+    """The request goes on to read those that its lease pins. The others may be evicted."""
+    cache = PrefixCache(PagePool(NUM_PAGES, PAGE_SIZE, num_tails=NUM_TAILS))
+    pages, tails = cache.allocate(10, Owner.REQUEST), cache.allocate_tails(8, Owner.REQUEST)
+    other, lease = cache.insert(TOKENS, pages), cache.insert(TOKENS, pages)
+    assert cache.give_tails(other, 8, tails[7:]) == tails[7:]
+    assert cache.share_tails(lease, 3, tails[:7], 6) == 5, "pages 3 to 7, as page 8 has one"
+    ledger = cache.tail_ledger()
+    assert ledger is not None and (ledger.cache, ledger.cache_referenced, ledger.request) == (6, 2, 2)
+    cache.pool.release(tails[5:7])
+    cache.release(other)
+    cache.release(lease)
+    assert cache.available_tails == NUM_TAILS - 1

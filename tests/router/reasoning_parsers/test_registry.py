@@ -13,6 +13,7 @@ from baton.router.reasoning_parsers.registry import REASONING_PARSERS, find_pars
         ("<|im_start|>{{ message.content.split('</think>') }}<think>", "qwen3"),
         ("{{ '<\uff5cAssistant\uff5c><think>' }}{{ content.split('</think>') }}", "deepseek_r1"),
         ("<|start|>assistant<|channel|>final<|message|>", "harmony"),
+        ("<|turn>model\n<|channel>thought\n<channel|>", "gemma4"),
         ("<|im_start|>", None),
     ],
 )

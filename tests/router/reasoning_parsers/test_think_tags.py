@@ -37,6 +37,10 @@ def parse(name: str, prompt: str, texts: list[str]) -> tuple[str, str]:
         ("deepseek_r1", "<\uff5cAssistant\uff5c>", "A <think> B</think>C", "A <think> B", "C"),
         ("deepseek_r1", "<\uff5cAssistant\uff5c><think>\n", "A\n", "A", ""),
         ("deepseek_r1", "<\uff5cAssistant\uff5c></think>", "B", "", "B"),
+        ("gemma4", "model\n", "<|channel>thought\nA < B\n<channel|>Yes.", "A < B", "Yes."),
+        ("gemma4", "model\n<|channel>thought\n<channel|>", "Yes.", "", "Yes."),
+        ("gemma4", "model\n<|channel>thought\n", "A<channel|>\nB", "A", "B"),
+        ("gemma4", "model\n", "<|channel>tho", "", "<|channel>tho"),
     ],
 )
 def test_thoughts_and_answer(name: str, prompt: str, text: str, thoughts: str, answer: str) -> None:
@@ -44,3 +48,10 @@ def test_thoughts_and_answer(name: str, prompt: str, text: str, thoughts: str, a
     assert parse(name, prompt, list(text)) == (thoughts, answer)
     for place in range(len(text)):
         assert parse(name, prompt, [text[:place], text[place:]]) == (thoughts, answer)
+
+
+def test_the_grammar_of_gemma_begins_thoughts_with_a_token_and_a_word() -> None:
+    grammar = REASONING_PARSERS["gemma4"].grammar("model\n", literal=lambda text: f"<{text.strip('<>|')}>")
+    assert grammar is not None and grammar.startswith(
+        'thoughts: (<channel> "thought" whole)?\nwhole: thought <channel> '
+    )

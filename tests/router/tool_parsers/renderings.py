@@ -1,5 +1,6 @@
 """Assistant messages with tool calls, as the published chat templates of each family write them.
 
+gemma4        google/gemma-4-E2B-it
 harmony       openai/gpt-oss-20b (the head as the model writes it)
 hermes        NousResearch/Hermes-2-Pro, Qwen/Qwen2.5-7B-Instruct, Qwen/Qwen3-8B
 llama3_json   meta-llama/Llama-3.1-8B-Instruct (one call; several are divided by "; ", as the model writes them)
@@ -19,6 +20,23 @@ Calls = Sequence[tuple[str, dict[str, Any]]]  # name and arguments
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)  # what tojson does in Hugging Face's environment of templates
+
+
+def gemma4(content: str, calls: Calls) -> str:
+    def shown(value: Any) -> str:
+        match value:
+            case str():
+                return f'<|"|>{value}<|"|>'
+            case bool():
+                return "true" if value else "false"
+            case dict():
+                return "{" + ",".join(f"{key}:{shown(each)}" for key, each in value.items()) + "}"
+            case list():
+                return f"[{','.join(map(shown, value))}]"
+            case _:
+                return str(value)
+
+    return content + "".join(f"<|tool_call>call:{name}{shown(arguments)}<tool_call|>" for name, arguments in calls)
 
 
 def harmony(content: str, calls: Calls) -> str:
@@ -71,6 +89,7 @@ def qwen3_coder(content: str, calls: Calls) -> str:
 
 
 RENDERINGS: dict[str, tuple[str, Callable[[str, Calls], str]]] = {  # -> name of the parser, rendering
+    "gemma4": ("gemma4", gemma4),
     "harmony": ("harmony", harmony),
     "hermes": ("hermes", hermes),
     "llama3_json": ("llama3_json", llama3_json),

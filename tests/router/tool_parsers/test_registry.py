@@ -166,6 +166,7 @@ def test_ids_are_new_and_of_the_familys_form(name: str) -> None:
         ('<|start_header_id|> Respond in the format {"name": function name, "parameters": ...}', "llama3_json"),
         ("you MUST put it in the format of [func_name1(params_name1=params_value1...)]", "pythonic"),
         ("<|start|>assistant<|channel|>commentary to={{ name }}<|message|>", "harmony"),
+        ("{{ '<|tool_call>call:' + function['name'] + '{' }}", "gemma4"),
         ("<tool_call>{{ name }}<arg_key>arguments", None),
         ("<|start_header_id|><TOOLCALL>{{ parameters }}", None),
         ("<|im_start|>{{ message.content }}", None),

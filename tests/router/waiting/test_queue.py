@@ -31,6 +31,7 @@ from baton.router.waiting.queue import AGE_S, Entry, WaitingQueue, turn_of
 
 from ..conftest import System
 from ..dispatching.test_runner import own, wait_until
+from ..fake_nodes import make_layout
 
 # --- the order: first come first served within a priority, and no request starves ------------------------------------
 
@@ -105,7 +106,7 @@ def test_the_place_in_the_queue_follows_from_the_turn() -> None:
 class _Group:  # hashed by its identity, as groups are
     page_size = 16
     context_len = 1 << 20
-    layout = SimpleNamespace(page_size=16, key_lookahead=0)
+    layout = make_layout(16)
     live = staticmethod(lambda role: [])
 
 
@@ -390,7 +391,7 @@ class Group:
     key = SimpleNamespace(model="fake")
     page_size = 16
     context_len = 1 << 20
-    layout = SimpleNamespace(page_size=16, key_lookahead=0)
+    layout = make_layout(16)
     tokenizer: Any = object()
     facts = GroupFacts()
     computes_locally = False
