@@ -1,7 +1,8 @@
 """Models with pools beside that of KV between two nodes: the text does not depend on drafts, on hits, preemptions,
 moves, ranks or the place of a prompt. DeepSeek-V3.2 and GLM-5 have indexers (DSA), MiMo-V2-Flash and Gemma 4 have other
-heads in layers with a window, and narrow values or shared keys. DeepSeek-V4 has entries of several tokens. Most draft
-by their own prediction layer.
+heads in layers with a window, and narrow values or shared keys. DeepSeek-V4 has entries of several tokens. Qwen3-Next
+and Qwen3.5 have states of a gated delta rule: a block is a page of four tokens, so most rounds pass an edge, and
+rejected drafts lie on both sides of it. Most draft by their own prediction layer.
 
 What one node computes equals transformers: tests/engine/models/test_odd_shapes.py."""
 
@@ -15,13 +16,14 @@ import pytest
 from heads import write_head
 from matrix import ASKS, CELLS, PAGE_SIZE, Plain, Watch, coach, force_steps, run_cell
 from node_pair import NodePair, check_moves, node_pairs
-from own_mtp import with_mtp
+from own_mtp import with_mtp, with_qwen_mtp
 from thinned import is_whole, thinned
 
 from baton.engine.rounds import device_executor
 
 SIZES = {"num_attention_heads": 6, "intermediate_size": 96, "hidden_size": 96}  # so that two and three ranks share them
 EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+DELTA = {"num_key_value_heads": 6, "linear_num_key_heads": 6, "linear_num_value_heads": 12}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {},
     "deepseek_v32": {},
@@ -29,10 +31,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_key_value_heads": 6, "num_global_key_value_heads": 1, "attention_k_eq_v": True, **EXPERTS},
     "gemma3_text": {"num_key_value_heads": 1},
     "deepseek_v4": {"o_groups": 6},
+    "qwen3_next": {**DELTA, "shared_expert_intermediate_size": 48},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, "shared_expert_intermediate_size": 48},
 }
+CHAINS_ONLY = ("deepseek_v4", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+IN_GATE = {"glm_moe_dsa": "tree", "qwen3_next": "chain"}  # pages of all tokens and of states, and drafts
 
 
-@pytest.fixture(scope="module", params=thinned(FAMILIES, lambda i, _: i == 0))
+@pytest.fixture(scope="module", params=thinned(FAMILIES, lambda _, name: name in IN_GATE))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -41,7 +48,9 @@ def family(request: pytest.FixtureRequest) -> str:
 def model(family: str, checkpoint: Callable[..., Path]) -> Path:
     source = checkpoint(family, **SIZES | FAMILIES[family])
     path = source.with_name(f"{source.name}-mtp")
-    return source if family.startswith("gemma") else path if path.exists() else with_mtp(source, path)
+    if family.startswith("gemma"):
+        return source
+    return path if path.exists() else (with_qwen_mtp if "qwen" in family else with_mtp)(source, path)
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +101,21 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(DRAFTS, lambda _, name: name == "tree"))
-def test_output_is_that_of_speculation_off(
-    name: str, family: str, plain: Plain, make_pair: Callable[..., NodePair]
-) -> None:
-    """Drafts are sometimes right, and the rows of those that are not are written again."""
-    if "tree" in name and family == "deepseek_v4":
-        pytest.skip("it drafts chains only")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    thinned(
+        [(each, name) for each in FAMILIES for name in DRAFTS if "tree" not in name or each not in CHAINS_ONLY],
+        lambda _, family, name: IN_GATE.get(family) == name,
+    ),
+    indirect=["family"],
+)
+def test_output_is_that_of_speculation_off(name: str, plain: Plain, make_pair: Callable[..., NodePair]) -> None:
+    """Drafts are sometimes right, and the rows of those that are not are written again, with the states behind them."""
     shape, transport, buckets, chunk = DRAFTS[name]
     pair = make_pair(buckets, transport=transport, chunk_tokens=chunk, **shape)
     coach(pair.decode.executor.engine.drafter, plain.truths)
     watch = Watch.of(pair)
-    for cell in CELLS if is_whole() else CELLS[4:]:
+    for cell in CELLS if is_whole() else CELLS[5::2]:  # mixed batches, cold, and hits with preemptions
         run_cell(pair, cell, plain.cases)
     stats = pair.decode.rounds.stats
     assert stats.num_drafted > stats.num_accepted > 0
@@ -123,11 +135,23 @@ def test_a_number_of_drafts_that_changes_with_each_round_changes_no_text(
     assert pair.decode.rounds.stats.num_accepted > 0
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "qwen" in name], indirect=True)
+@pytest.mark.parametrize("page_size", [1, 2, 3, 6])
+def test_a_convolution_may_read_more_rows_than_a_block_has(
+    page_size: int, plain: Plain, make_pair: Callable[..., NodePair]
+) -> None:
+    """Its four rows lie in as many blocks. Pages of three or six tokens have blocks of one or two."""
+    pair = make_pair(page_size=page_size, speculative="none")
+    for cell in CELLS[:2]:
+        run_cell(pair, cell, plain.cases)
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     thinned([(1, 2), (2, 1), (3, 1), (1, 3), (1, "dp"), ("dp", "dp")], lambda *_: False),
 )
-def test_ranks_of_any_number_pick_the_same(
+def test_ranks_of_any_number_have_the_same_text(
     prefill: Any, decode: Any, plain: Plain, make_pair: Callable[..., NodePair]
 ) -> None:
     ranks = [{"dp_attention": 2} if each == "dp" else {"tp": each} for each in (prefill, decode)]

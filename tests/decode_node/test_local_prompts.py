@@ -15,7 +15,7 @@ import torch
 from heads import ALGORITHM
 from matrix import PAGE_SIZE, Plain
 from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
-from thinned import thinned
+from thinned import halved, thinned
 
 from baton.decode_node.chunk_length import MAX_AHEAD
 from baton.engine.drafters.base import RoundRows
@@ -41,8 +41,9 @@ def make_pair() -> Iterator[MakePair]:
         yield make
 
 
-@pytest.mark.parametrize("name", ["none", "eagle"])  # test_matrix.py has all drafters
-@pytest.mark.parametrize("is_preempted", [False, True])
+@pytest.mark.parametrize(  # test_matrix.py has all drafters
+    ("name", "is_preempted"), halved(["none", "eagle"], [False, True])
+)
 def test_a_local_prompt_gives_the_same_tokens_as_a_handoff(
     name: str, is_preempted: bool, plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair, tmp_path: Path
 ) -> None:

@@ -192,7 +192,7 @@ def plain_ends() -> Callable[[Path], Plain]:
     return functools.cache(lambda model: Plain.of(model, [*STOPS, *LENGTHS, *NO_STOPS, *CONTEXT_ENDS]))
 
 
-ENDS = {"ngram": 1, "standalone": 1, "eagle": 3, "eagle3": 1, "mtp3-deepseek": 1, "frozen-kv-mtp": 3}
+ENDS = {"ngram": 1, "eagle": 3, "mtp3-deepseek": 1}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from heads import ALGORITHM, write_head
 from matrix import ASKS, PAGE_SIZE, Plain, Watch, coach, force_steps, has_generated, start_together
 from node_pair import NodePair, node_pairs, params
 from solo import gather
-from thinned import thinned
+from thinned import is_whole, thinned
 
 from baton.decode_node import scheduler, sequence
 from baton.decode_node.sequence_pages import SequencePages
@@ -225,9 +225,9 @@ HOLES = thinned(WITH_KV, lambda i, name: name in ("standalone", "eagle3", "mtp3-
 def test_pages_with_holes_are_never_found(
     name: str, plain: Callable[[str], tuple[Path, Plain]], make_pair: MakePair, tmp_path: Path
 ) -> None:
-    """The drafts end at each position of a page."""
+    """The drafts end at each position of a page, and pages later."""
     pair = pair_with_holes(name, plain, make_pair, tmp_path)
-    found = [find_holes(pair, num_drafting) for num_drafting in range(1, 10)]
+    found = [find_holes(pair, num_drafting) for num_drafting in (range(1, 10) if is_whole() else (1, 2, 3, 4, 9))]
     assert all(difference < 1e-4 for _, difference in found), found
     assert len({num_cached_pages for num_cached_pages, _ in found}) > 2, found
 

@@ -135,7 +135,7 @@ def settings_of(case: Case, model: Path, directory: Path) -> dict[str, Any]:
     return {**drafters.settings(case.drafter, model, directory, steps=3), **tree}
 
 
-@pytest.mark.parametrize("case", thinned(CASES, lambda i, _: i in (0, 2, 3)), ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, lambda i, _: i in (0, 3)), ids=str)
 def test_output_does_not_depend_on_how_it_is_computed(case: Case, target: Path, plain: Plain, tmp_path: Path) -> None:
     """Chunks of 5 tokens, batches, drafts, prefix hits, preemptions, and ranks that have some heads each."""
     both = {"page_size": case.page_size, "num_pages": 190, "max_running": 10, "chunk_tokens": 5, "kv_dtype": "fp8"}

@@ -20,7 +20,7 @@ from drafters import STREAM_MTP, make_bigram, make_right, target_of
 from heads import ALGORITHM, KINDS, LAYERED, write_head
 from layouts import make_layout
 from node_pair import NodePair, node_pairs, params
-from thinned import thinned
+from thinned import halved, thinned
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.scheduler import StepPlan
@@ -99,8 +99,7 @@ def text_of(pair: NodePair) -> dict[tuple[str, int], list[int]]:
     return {key: result.ids for key, result in pair.run().items()}
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("kind", ["eagle3", "frozen-kv-mtp"])
+@pytest.mark.parametrize(("kind", "sizes"), halved(["eagle3", "frozen-kv-mtp"], SIZES), ids=str)
 def test_unlike_sizes_are_served(
     kind: str, sizes: tuple[int, int], checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ import torch
 from drafters import ORDINARY, SHIFTED, STREAM_MTP, settings, target_of
 from heads import LAYERED
 from node_pair import params
-from scratch import check_against_scratch
+from scratch import Outsiders, check_against_scratch
 from solo import Solo, caught, coach, plain_texts
 from thinned import thinned
 
@@ -88,14 +88,17 @@ def check(solo: Solo, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     truths = texts(solo.engine.model_dir)
     coach(monkeypatch, truths, is_told)
     sequences = [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())]
+    for sequence in sequences:
+        check_against_scratch(solo, sequence)
     for members, num_steps in ROUNDS:
-        batch = [sequences[index] for index in members]
         for sequence in sequences:
             solo.poison(sequence)
-        solo.round(batch, min(num_steps, solo.drafter.shape.num_steps))
-        for index, sequence in enumerate(sequences):
-            assert sequence.token_ids == truths[index][: len(sequence.token_ids)], index
-            check_against_scratch(solo, sequence)
+        outsiders = Outsiders(solo, [each for i, each in enumerate(sequences) if i not in members])
+        solo.round([sequences[index] for index in members], min(num_steps, solo.drafter.shape.num_steps))
+        outsiders.check()
+        for index in members:
+            assert sequences[index].token_ids == truths[index][: len(sequences[index].token_ids)], index
+            check_against_scratch(solo, sequences[index])
     return [count for sequence in sequences for count in sequence.num_accepted]
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from drafters import TREES_OF_FAMILIES, settings, target_of
 from node_pair import params
-from scratch import check_against_scratch
+from scratch import Outsiders, check_against_scratch
 from solo import Solo, caught, coach, plain_texts, spied
 from thinned import thinned
 
@@ -55,7 +55,6 @@ MakeSolo = Callable[..., Solo]
 def make_solo(checkpoint: Callable[..., Path], tmp_path: Path) -> MakeSolo:
     def make(name: str, *buckets: int, topk: int = 2, tokens: int | None = None) -> Solo:
         model = target_of(name, checkpoint)
-        texts(model)
         tree = {"draft_topk": topk, "draft_steps": 3, "draft_tokens": tokens}
         return Solo(model, num_slots=4, buckets=buckets, num_pages=300, **(settings(name, model, tmp_path) | tree))
 
@@ -73,7 +72,7 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def texts(model: Path) -> dict[int, list[int]]:
-    """Return each prompt with the text after it, by seed. Call it first before a defect is put back."""
+    """Return each prompt with the text after it, by seed."""
     return plain_texts(model, prompts(), asked, NUM_TOKENS)
 
 
@@ -114,15 +113,19 @@ def check(
     truths = texts(solo.engine.model_dir)
     coach_trees(monkeypatch, truths, lambda seed, position: (position + 3 * seed) % 9 not in (2, 6), column)
     sequences = [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts())]
+    for sequence in sequences:
+        check_against_scratch(solo, sequence)
     with accepted_paths() as paths:
         for members, is_drafted, limits in ROUNDS * 2:
             for sequence in sequences:
                 solo.poison(sequence)
+            outsiders = Outsiders(solo, [each for i, each in enumerate(sequences) if i not in members])
             results = solo.round([sequences[i] for i in members], 3 * is_drafted, limits)
+            outsiders.check()
             assert all(result.num_accepted <= limit for result, limit in zip(results, limits, strict=True))
-            for index, sequence in enumerate(sequences):
-                assert sequence.token_ids == truths[index][: len(sequence.token_ids)], index
-                check_against_scratch(solo, sequence)
+            for index in members:
+                assert sequences[index].token_ids == truths[index][: len(sequences[index].token_ids)], index
+                check_against_scratch(solo, sequences[index])
     return paths
 
 

@@ -109,6 +109,7 @@ def test_an_idle_node_learns_of_a_dead_rank() -> None:
 )
 def test_a_rank_that_cannot_start_says_why(kind: type[Exception], words: str) -> None:
     with (
+        forked_ranks(),
         RankProcesses(2, fail, kind, timeout_s=60.0) as processes,
         pytest.raises(RankLost, match=words),
     ):
@@ -117,7 +118,7 @@ def test_a_rank_that_cannot_start_says_why(kind: type[Exception], words: str) ->
 
 def test_a_rank_that_does_not_answer_is_ended() -> None:
     """Its start may take longer."""
-    with RankProcesses(2, hang, timeout_s=0.2) as processes:
+    with forked_ranks(), RankProcesses(2, hang, timeout_s=0.2) as processes:
         processes.wait_ready()
         processes.watch()
         pids = processes.pids
@@ -128,6 +129,7 @@ def test_a_rank_that_does_not_answer_is_ended() -> None:
 
 def test_a_rank_that_does_not_become_ready_is_ended() -> None:
     with (
+        forked_ranks(),
         RankProcesses(2, hang, timeout_s=60.0, start_timeout_s=0.01) as processes,
         pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.01 s"),
     ):
@@ -158,15 +160,15 @@ def test_a_rank_that_runs_is_not_silent() -> None:
         assert processes.report(1) == b"\x01x"
 
 
-def _rank_0(path: Path, then: str) -> list[str]:
-    """Return the command of a process that starts two ranks, prints their ids, and then does `then`."""
+def _rank_0(path: Path, num_others: int, then: str) -> list[str]:
+    """Return the command of a process that starts other ranks, prints their ids, and then does `then`."""
     path.write_text(f"""
 import sys, time
 sys.path.insert(0, {str(SUPPORT)!r})
 from rank_functions import echo
 from baton.engine.ranks.processes import RankProcesses
 if __name__ == "__main__":
-    processes = RankProcesses(3, echo, timeout_s=60.0)
+    processes = RankProcesses({1 + num_others}, echo, timeout_s=60.0)
     processes.wait_ready()
     print(*processes.pids, flush=True)
     {then}
@@ -176,7 +178,7 @@ if __name__ == "__main__":
 
 def test_no_rank_outlives_rank_0_not_even_a_stopped_one(tmp_path: Path) -> None:
     """Signals of a service manager do not end a rank, but the end of rank 0 does, however it comes."""
-    command = _rank_0(tmp_path / "rank_0.py", "time.sleep(600)")
+    command = _rank_0(tmp_path / "rank_0.py", 2, "time.sleep(600)")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
         try:
             assert rank_0.stdout is not None
@@ -194,7 +196,7 @@ def test_no_rank_outlives_rank_0_not_even_a_stopped_one(tmp_path: Path) -> None:
 
 def test_rank_0_that_ends_by_itself_does_not_wait_for_ranks(tmp_path: Path) -> None:
     """An error that nobody catches ends the process, although nobody has stopped the ranks."""
-    command = _rank_0(tmp_path / "rank_0.py", "raise ValueError")
+    command = _rank_0(tmp_path / "rank_0.py", 1, "raise ValueError")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30 * load_factor(), check=False)
     assert ended.returncode == 1 and "ValueError" in ended.stderr
     wait_until(lambda: _are_gone([int(word) for word in ended.stdout.split()]), "the ranks have ended")

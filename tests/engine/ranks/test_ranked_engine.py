@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from drafters import settings
+from forked import forked_ranks
 from rank_functions import vanish
 
 from baton.decode_node.config import DecodeConfig
@@ -58,10 +58,9 @@ def test_too_few_gpus_are_refused(checkpoint: Callable[..., Path], monkeypatch: 
 def test_a_start_that_fails_says_why_and_leaves_no_rank(checkpoint: Callable[..., Path]) -> None:
     """All ranks fail at once here, and the error is that of rank 0."""
     config = DecodeConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=2)
-    with pytest.raises(ConfigError, match="num_pages 2 is too small"):
+    with forked_ranks(), pytest.raises(ConfigError, match="num_pages 2 is too small"):
         RankedEngine(config, 2, num_slots=2)
-    ranks = [each for each in psutil.Process(os.getpid()).children() if "spawn_main" in " ".join(each.cmdline())]
-    assert not [each for each in ranks if "resource_tracker" not in " ".join(each.cmdline())]
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.timing
@@ -73,7 +72,8 @@ def test_a_rank_that_ends_before_it_meets_the_others_ends_the_start_at_once(
     monkeypatch.setattr(ranked_engine, "START_TIMEOUT_S", 60.0)
     config = DecodeConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=16, speculative="none")
     begun = time.monotonic()
-    with pytest.raises(RankLost, match=r"^rank 1 \(process \d+\) ended with exit code -9; all ranks were ended"):
+    words = r"^rank 1 \(process \d+\) ended with exit code -9; all ranks were ended"
+    with forked_ranks(), pytest.raises(RankLost, match=words):
         RankedEngine(config, 2, num_slots=2)
     assert time.monotonic() - begun < 50
 
@@ -81,11 +81,11 @@ def test_a_rank_that_ends_before_it_meets_the_others_ends_the_start_at_once(
 def test_the_error_of_a_rank_is_in_that_of_the_node(checkpoint: Callable[..., Path]) -> None:
     """Rank 1 cannot do its work, here because it gets none. Rank 0 waits for it in the work, and ends at once."""
     config = DecodeConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=16, speculative="none")
-    with RankedEngine(config, 2, num_slots=2, name="decode-0") as ranked:
+    with forked_ranks(), RankedEngine(config, 2, num_slots=2, name="decode-0") as ranked:
         [pid] = ranked.processes.pids
         ranked.processes.send(1, b"\xff")
         work = Recompute([BatchRow([1, 2, 3], 0, [1])], [[1, 2, 3, 4]])
         words = rf"rank 1 \(process {pid}\) ended with exit code 1: ProtocolError: a frame of 1 bytes holds no work"
         with pytest.raises(RankLost, match=words):
             RankExecutor(ranked).submit(work)
-        assert not psutil.pid_exists(pid)
+        assert not multiprocessing.active_children()

@@ -19,6 +19,7 @@ from large_pool import (
     make_queries,
     small_pool,
 )
+from thinned import halved
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
@@ -84,12 +85,12 @@ def test_values_narrower_than_keys(
     assert not out[..., dims[1] :].any() and out[..., dims[1] - 1].any()
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 20], ids=["whole", "shared", "split"])
 @pytest.mark.parametrize(
-    ("tree_before", "query_len", "window"), [(None, 1, None), (None, 5, 20), (3, 7, None), (3, 7, 6)]
+    ("sizes", "num_slots"), halved([(None, 1, None), (None, 5, 20), (3, 7, None), (3, 7, 6)], [1, 3, 20]), ids=str
 )
-def test_sinks_count_once(tree_before: int | None, query_len: int, window: int | None, num_slots: int) -> None:
+def test_sinks_count_once(sizes: tuple[int | None, int, int | None], num_slots: int) -> None:
     """Alone, by splits that the last program combines, and by splits that a launch of its own does."""
+    tree_before, query_len, window = sizes
     case = Case((query_len,) * 3, (query_len, 300, 140), (6, 2), page_size=4, tree_before=tree_before)
     sinks = case.sinks()
     case.check(case.decode(window, sinks, num_slots=num_slots, block_n=16), window, sinks)

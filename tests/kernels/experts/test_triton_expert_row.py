@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from thinned import halved
+from thinned import halved, thinned
 from torch import Tensor
 from triton_device import DEVICE, ULP, random
 
@@ -88,7 +88,7 @@ def test_experts_of_one_row(sizes: tuple[int, int, int, int], clamp: SwigluClamp
     Row.make(num_experts, num_active, size, dtype).check(gate_up, down, clamp, others)
 
 
-@pytest.mark.parametrize("tiles", [RowTiles(1, 16), RowTiles(4, 128), RowTiles(2, 512)])
+@pytest.mark.parametrize("tiles", thinned([RowTiles(1, 16), RowTiles(4, 128), RowTiles(2, 512)], lambda i, _: i > 0))
 def test_every_division_gives_the_same_products(tiles: RowTiles) -> None:
     sizes = (2 * 150, 200), (200, 150)
     gate_up, down = (ExpertWeight(random(4 * n, k, seed=n, scale=0.2), None, k) for n, k in sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.router.health.verdicts import READY, UNTRIED, Answer, Token, Verdict, Votes, agree, text
 
@@ -114,7 +115,7 @@ def test_a_verdict_names_four_nodes_and_four_answers_and_counts_the_others() -> 
 # ----------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(st.data())
 def test_a_minority_of_faulty_nodes_never_prevails(data: st.DataObject) -> None:
     """Answers come in any order. No pair of good nodes is ever faulty; in the end it is ready, and all others are

@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.router.text.detokenizer import MAX_HELD, StopStrings, make_detokenizer
 from baton.router.text.tokenizer import TextTokenizer
@@ -28,7 +29,7 @@ def test_byte_level_tokenizers_are_recognized() -> None:
 
 
 @given(ids=st.lists(st.integers(0, 419), max_size=60), skip_special=st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=num_examples(400), deadline=None)
 def test_the_deltas_of_any_ids_join_to_the_whole(ids: list[int], skip_special: bool) -> None:
     """This also holds for bytes that are not UTF-8, and for ids beyond the vocabulary."""
     parts = deltas(BYTE_LEVEL, ids, [], skip_special=skip_special)
@@ -37,7 +38,7 @@ def test_the_deltas_of_any_ids_join_to_the_whole(ids: list[int], skip_special: b
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, FALLBACK], ids=["byte", "fallback"])
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_the_deltas_of_any_text_join_to_the_whole(tokenizer: TextTokenizer, text: str) -> None:
     prompt = tokenizer.inner.encode("hello").ids
     whole = tokenizer.inner.encode("hello " + text).ids
@@ -50,7 +51,7 @@ def test_the_deltas_of_any_text_join_to_the_whole(tokenizer: TextTokenizer, text
 
 
 @given(ids=st.lists(st.integers(0, 419), max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_bytes_that_are_no_text_end_no_stream(ids: list[int]) -> None:
     """A vocabulary with tokens for single bytes shows all that follows them."""
     ids = [token_id % FALLBACK.inner.get_vocab_size() for token_id in ids]
@@ -128,7 +129,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @given(text=texts, stops=stop_lists, places=st.lists(st.integers(0, 30), max_size=20), include=st.booleans())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=num_examples(1000), deadline=None)
 def test_however_the_text_is_split_the_output_is_the_same(
     text: str, stops: list[str], places: list[int], include: bool
 ) -> None:
@@ -145,7 +146,7 @@ def test_however_the_text_is_split_the_output_is_the_same(
 
 
 @given(text=texts, stops=stop_lists)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 def test_nothing_is_held_that_cannot_become_a_stop(text: str, stops: list[str]) -> None:
     watch = StopStrings(stops, include=False)
     shown = ""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.router.tool_parsers.json_text import JsonStatus, JsonValue, parsed
 
@@ -32,14 +33,14 @@ def read(text: str, size: int) -> tuple[str, str, JsonStatus]:
 
 
 @given(value=values, indent=st.none() | st.just(1), size=st.integers(1, 5), is_ascii=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 def test_every_value_is_read_to_its_end(value: Any, indent: int | None, size: int, is_ascii: bool) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
     assert read(text + " ] tail", size) == (text, " ] tail", JsonStatus.DONE)
 
 
 @given(value=values, place=st.integers(0, 40), extra=st.sampled_from(list('{}[]",:\\x1u-.e \n')))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 def test_a_damaged_value_is_done_only_if_it_is_valid(value: Any, place: int, extra: str) -> None:
     text = json.dumps([value], ensure_ascii=False)
     text = text[:place] + extra + text[place + 1 :]

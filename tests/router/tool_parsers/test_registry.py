@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 
 from baton.router.tool_parsers.base import CallBegin
 from baton.router.tool_parsers.registry import TOOL_PARSERS, parser_for_template
@@ -86,7 +87,7 @@ def test_a_call_that_is_cut_off_is_broken(family: str) -> None:
     assert seen == {"content", "broken"}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(family=st.sampled_from(list(RENDERINGS)), data=st.data())
 def test_damaged_texts_keep_the_promises(family: str, data: st.DataObject) -> None:
     """`parse` checks the order of events, and that whole calls are JSON and broken ones are not."""
@@ -119,7 +120,7 @@ def test_damaged_texts_keep_the_promises(family: str, data: st.DataObject) -> No
     assert parse(TOOL_PARSERS[name], [text[:cut], text[cut:]]) == whole
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     family=st.sampled_from(["harmony", "hermes", "llama3_json", "mistral", "mistral_list", "pythonic"]),
     arguments=st.dictionaries(

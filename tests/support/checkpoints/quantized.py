@@ -222,6 +222,10 @@ class RoundingReference(Reference):
         self.model = rounding_model(self.model_dir, self._scheme, self._roundings)
         self.model.generation_config.eos_token_id = None
 
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
+        """Return the greedy tokens after the prompt, which depend on the roundings that are followed."""
+        return self.generate_batch([prompt_ids], max_new_tokens, eos_token_ids)[0]
+
     def assert_greedy(self, prompt_ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
         if list(ours) == list(theirs):
             return super().assert_greedy(prompt_ids, ours, theirs)

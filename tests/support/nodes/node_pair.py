@@ -183,11 +183,13 @@ class NodePair:
 
     def step(self) -> None:
         """Step each node once, and process their messages."""
-        self.prefill.step()
+        is_busy = self.prefill.step()
         self._receive()
-        self.decode.step()
+        is_busy |= self.decode.step()
         self._receive()
         self._dispatch()
+        if not is_busy:
+            time.sleep(0.0001)  # the turn of threads that move messages and pages
 
     def send(self, node: str, message: Any) -> None:
         self._socket.send_multipart([self._ids[node], encode(message)])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from solo import Running, Solo
 from torch import Tensor
 
 from baton.engine.drafters.base import DraftState
+from baton.engine.work import MAX_MISSED
 
 BOUND = 1e-4  # of KV, and of states in relation to the largest number
 
@@ -23,7 +27,7 @@ def check_against_scratch(solo: Solo, sequence: Running) -> None:
             _check_rows(ours, theirs)
         _check_further(solo, sequence, scratch, of_draft=True)
     solo.rounds.release(scratch)
-    solo.engine.pool.release(scratch.pages)
+    solo.engine.pool.release(scratch.pages + ([] if scratch.tail is None else scratch.tail.own))
 
 
 def _check_further(solo: Solo, sequence: Running, scratch: Running, *, of_draft: bool = False) -> None:
@@ -48,3 +52,26 @@ def check_state(ours: DraftState, theirs: DraftState) -> None:
             assert float((value - anew[name]).abs().max()) < BOUND * float(anew[name].abs().max()), name
         else:
             assert value.tolist() == anew[name].tolist(), name
+
+
+class Outsiders:
+    """The bytes of all state of sequences that take no part in a round, and of the padding sequence. A state that was
+    that of a recompute still is if no byte changes."""
+
+    def __init__(self, solo: Solo, sequences: Sequence[Running]) -> None:
+        self._solo, self._sequences = solo, sequences
+        self._before = self._bytes()
+
+    def check(self) -> None:
+        for before, after in zip(self._before, self._bytes(), strict=True):
+            assert torch.equal(before, after)
+
+    def _bytes(self) -> list[torch.Tensor]:
+        solo, slots, rows = self._solo, self._solo.executor.slots, [each.slot for each in self._sequences]
+        columns = [slots._top_p, slots._prompt_mask, slots._output_counts, slots._bias]
+        columns += [value for _, value in slots._draft.present()]
+        columns += [kept.unflatten(0, (-1, MAX_MISSED + 1)) for kept in slots._missed]
+        mine = [column[rows].clone() for column in columns if column is not None]
+        both = [column[:, [*rows, slots.padding]].clone() for column in (slots._ints, slots._floats)]
+        tables = [[page for each in self._sequences for page in solo._table(kv, each)] for kv in solo.engine.kvs]
+        return mine + both + [kv[:, pages].clone() for kv, pages in zip(solo.engine.kvs, tables, strict=True)]

@@ -41,6 +41,7 @@ class Reference:
     num_router_ties: int = 0
     num_index_ties: int = 0  # rows of an indexer
     num_compared: int = 0
+    _texts: dict[Any, list[int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.model = model_of(self.model_dir, self.dtype, self.device)
@@ -61,8 +62,11 @@ class Reference:
         return f"{self.num_compared} outputs compared, {ties}{rows}"
 
     def generate(self, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
-        """Return the greedy tokens after the prompt."""
-        return self.generate_batch([prompt_ids], max_new_tokens, eos_token_ids)[0]
+        """Return the greedy tokens after the prompt, which are generated once."""
+        key = (tuple(prompt_ids), max_new_tokens, tuple(eos_token_ids))
+        if key not in self._texts:
+            self._texts[key] = self.generate_batch([prompt_ids], max_new_tokens, eos_token_ids)[0]
+        return self._texts[key]
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_token_ids: Sequence[int] = ()

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thinned import num_examples
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
@@ -91,7 +92,7 @@ def shown(tokenizer: TextTokenizer, prompt: list[int], ids: list[int], *, skip_s
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(
     text=st.lists(
         st.sampled_from(["the", " quick", "  ", " ", "\n", "naïve", "👩", "你", "x", "<s>", "<|end of turn|>"])
