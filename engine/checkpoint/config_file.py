@@ -29,7 +29,8 @@ _TEXT_TYPES = {  # model_type of a model with images: that of its text model, if
     "vipllava": "llama",
 }
 _FLAT = ("qwen2_vl", "qwen2_5_vl")  # published with the fields of the text model beside those of the whole
-_OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+_OF_THE_WHOLE = ("architectures", "dtype", "torch_dtype", "quantization_config")
+_ENDS = ("bos_token_id", "eos_token_id")
 
 
 class Fields:
@@ -182,6 +183,9 @@ def _inner_fields(outer: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any
     fields = dict(inner)
     for key in _OF_THE_WHOLE:
         if fields.get(key) is None and key in outer:
+            fields[key] = outer[key]
+    for key in _ENDS:  # the wrapper's come first, as in transformers
+        if outer.get(key) is not None:
             fields[key] = outer[key]
     if isinstance(outer.get("tie_word_embeddings"), bool):  # the wrapper owns the head
         fields["tie_word_embeddings"] = outer["tie_word_embeddings"]

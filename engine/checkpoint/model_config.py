@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
 from ...metadata.errors import ConfigError
@@ -25,6 +25,20 @@ DELTA_ROWS, DELTA_STATES = "delta_rows", "delta_states"  # the further pools of 
 DELTA_BLOCK = 64  # tokens of a block of the delta rule, if pages do not divide it (`delta_block`)
 WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
+
+
+class EntryNames(NamedTuple):
+    """Names of two further pools: of entries, and of the rows that they are made of."""
+
+    entries: str
+    inputs: str
+
+
+ENTRY_POOLS = {  # by the kind of layer (`CompressedConfig.kinds`), and those of its indexer
+    INDEX: EntryNames(INDEX, "index_inputs"),
+    "sparse": EntryNames("sparse_entries", "sparse_inputs"),
+    "heavy": EntryNames("heavy_entries", "heavy_inputs"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ...kernels.formats import SwigluClamp
 from .config_file import ConfigFile
-from .model_config import INDEX, CompressedConfig, ExpertsConfig, Further, IndexConfig, Kind, RopeConfig
+from .model_config import ENTRY_POOLS, INDEX, CompressedConfig, ExpertsConfig, Further, IndexConfig, Kind, RopeConfig
 from .read_experts import check_scoring, num_active_of
 
 _KINDS: dict[str, Kind] = {
@@ -74,8 +74,11 @@ def _rates(raw: ConfigFile) -> dict[str, int]:
 
 
 def _ropes(raw: ConfigFile) -> dict[str, dict[str, Any]]:
-    """Return the rotary settings of layers with a window alone, and of those with entries. Sines and cosines have no
-    factor."""
+    """Return the rotary settings of layers with a window alone, and of those with entries.
+
+    Sines and cosines have no factor: published files do not name one, and DeepSeek's own code has none. transformers
+    writes 1.0 when it reads such a file. Of a file in the form of its class that lacks the factor, which neither
+    writes, it derives another one."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     fields: Any = raw.get(key)
     if not isinstance(fields, dict):
@@ -136,13 +139,14 @@ def read_entry_pools(raw: ConfigFile) -> tuple[Further, ...]:
         tuple(i for i, kind in enumerate(compressed.kinds) if kind == wanted) for wanted in ("sparse", "heavy")
     )
     of_two, of_one = 2 * compressed.sparse_rate, compressed.heavy_rate  # tokens whose inputs make an entry
+    keys, of_sparse, of_heavy = (ENTRY_POOLS[kind] for kind in (INDEX, "sparse", "heavy"))
     pools = (
-        Further(INDEX, sparse, -(-index_dim // compressed.sparse_rate)),
-        Further("sparse_entries", sparse, -(-head_dim // compressed.sparse_rate)),
-        Further("heavy_entries", heavy, -(-head_dim // compressed.heavy_rate)),
-        Further("index_inputs", sparse, 4 * index_dim, dtype="float32", num_read=of_two),
-        Further("sparse_inputs", sparse, 4 * head_dim, dtype="float32", num_read=of_two),
-        Further("heavy_inputs", heavy, 2 * head_dim, dtype="float32", num_read=of_one),
+        Further(keys.entries, sparse, -(-index_dim // compressed.sparse_rate)),
+        Further(of_sparse.entries, sparse, -(-head_dim // compressed.sparse_rate)),
+        Further(of_heavy.entries, heavy, -(-head_dim // compressed.heavy_rate)),
+        Further(keys.inputs, sparse, 4 * index_dim, dtype="float32", num_read=of_two),
+        Further(of_sparse.inputs, sparse, 4 * head_dim, dtype="float32", num_read=of_two),
+        Further(of_heavy.inputs, heavy, 2 * head_dim, dtype="float32", num_read=of_one),
     )
     return tuple(pool for pool in pools if pool.layers)
 

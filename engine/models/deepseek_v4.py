@@ -21,11 +21,12 @@ from torch import Tensor
 
 from ...kernels.products.norm import Norm, rms_norm
 from ...kernels.streams.streams import PendingStreams, StreamRules, StreamWeights, end_streams, written
+from ...metadata.errors import ModelError
 from ..attention.attention import RotaryEmbedding, begin_attention, inverse_frequencies
 from ..attention.compressed import CompressedAttention, EntryPool, WindowHeads
 from ..attention.context import AttentionContext
 from ..checkpoint.checkpoint import TensorSpec
-from ..checkpoint.model_config import INDEX, CompressedConfig, ModelConfig
+from ..checkpoint.model_config import ENTRY_POOLS, INDEX, CompressedConfig, ModelConfig
 from ..checkpoint.weights import Weights
 from ..layers.compressed_attention import Compressor, EntryIndexer, GroupedOut, WindowedAttention
 from ..layers.stream_decoder import StreamLayer
@@ -138,13 +139,20 @@ def _read_norm(config: ModelConfig, weights: Weights, size: int, *names: str) ->
 
 
 def _read_table(config: ModelConfig, weights: Weights, prefix: str, index: int) -> Tensor | None:
-    """Read the experts of each token id, [vocab_size, num_active] int64; None: a router chooses in this layer."""
+    """Read the experts of each token id, [vocab_size, num_active] int64; None: a router chooses in this layer. Raises
+    ModelError for an expert that does not exist, which the first token with it would hit."""
     experts = config.experts
     assert experts is not None, config
     if index not in experts.hash_layers:
         return None
     spec = TensorSpec(f"{prefix}.ffn.gate.tid2eid", (config.vocab_size, experts.num_active), ("I64", "I32"))
     [stored] = weights.stored([spec])
+    wrong = [] if stored.is_meta else stored[(stored < 0) | (stored >= experts.num_experts)].tolist()
+    if wrong:
+        raise ModelError(
+            f"{spec.name} names expert {wrong[0]}, but the layer has {experts.num_experts} experts; copy the"
+            " checkpoint again"
+        )
     return stored.to(weights.device, torch.int64, copy=True)
 
 
@@ -193,13 +201,13 @@ def _read_compressor(
     compressed = _compressed(config)
     columns = width if kind == "heavy" else 2 * width  # windows of the others overlap
     rate = compressed.heavy_rate if kind == "heavy" else compressed.sparse_rate
-    entries = kind if kind == INDEX else f"{kind}_entries"
-    place = config.place(entries, layer)
-    assert place is not None, (entries, layer)
+    names = ENTRY_POOLS[kind]
+    place = config.place(names.entries, layer)
+    assert place is not None, (names, layer)
     kv_gate = weights.fused({f"{prefix}.wkv": columns, f"{prefix}.wgate": columns}, config.hidden_size, bias=False)
     bias = weights.tensor(f"{prefix}.ape", rate, columns, dtype=torch.float32)
     norm = _read_norm(config, weights, width, f"{prefix}.norm.weight")
-    return Compressor(kv_gate, EntryPool(f"{kind}_inputs", entries, place, bias, norm, frequencies))
+    return Compressor(kv_gate, EntryPool(names.inputs, names.entries, place, bias, norm, frequencies))
 
 
 def _read_indexer(config: ModelConfig, weights: Weights, prefix: str, layer: int, frequencies: Tensor) -> EntryIndexer:

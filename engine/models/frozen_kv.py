@@ -125,6 +125,8 @@ def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
     fit the target."""
     if target.latent is not None:
         raise ConfigError(f"{directory} attends to keys and values of heads; the target's pool has latents")
+    if target.compressed is not None:
+        raise ConfigError(f"{directory} attends to keys and values of heads; the target's pool has entries of tokens")
     if target.delta is not None:
         raise ConfigError(f"{directory} attends to layers by their numbers; the target has layers without attention")
     if target.has_window_pool:

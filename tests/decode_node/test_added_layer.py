@@ -66,6 +66,17 @@ def make_pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         yield make
 
 
+def test_an_older_router_refuses_the_nodes_by_their_protocols(
+    make_pair: Callable[..., NodePair], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert {hello.protocol_min for hello in make_pair().hellos.values()} == {8}
+    words = (
+        "peers that do not know protocol 8 cannot name pools of this model: target.token_ids 2 layers x (token_ids: 1"
+    )
+    assert words in caplog.text
+
+
 DRAFTS: dict[str, tuple[str, dict[str, int], str, tuple[int, ...], int, Any]] = {
     "tree": ("eagle", {"draft_steps": 3, "draft_topk": 3, "draft_tokens": 10}, "local", (2, 5), EDGE - 1, "mixed"),
     "wide tree": ("eagle", {"draft_steps": 9, "draft_topk": 2, "draft_tokens": 20}, "zmq", (), 64, "remote"),

@@ -23,6 +23,7 @@ from torch import Tensor
 from baton.engine.attention.compressed import KV, EntryPool
 from baton.engine.attention.gathered_entries import GatheredEntries
 from baton.engine.attention.pool_rows import NewRows, PoolRows
+from baton.engine.checkpoint.model_config import ENTRY_POOLS, WINDOW_POOL
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.schema.schema import pools
 from baton.metadata.handoff.server import HandoffServer
@@ -32,8 +33,7 @@ from baton.metadata.wire.request import Unit
 
 PAGE_SIZE = RATE = 4
 NUM_TOKENS = 18
-INPUTS = ("index_inputs", "sparse_inputs", "heavy_inputs")
-ENTRIES = ("index", "sparse_entries", "heavy_entries")
+ENTRIES, INPUTS = zip(*ENTRY_POOLS.values(), strict=True)  # names of pools
 
 
 def prompt(num_tokens: int) -> list[int]:
@@ -205,7 +205,7 @@ def test_tail_pages_of_the_request_before_are_caught(text: Text) -> None:
         assert text.of_nodes(*lengths, checksums=False)[1] not in (right[1], *right)
 
 
-WIRE = ("target", *(f"target.{name}" for name in (*ENTRIES[1:], *INPUTS, "window")))  # the first has the index keys
+WIRE = ("target", *(f"target.{name}" for name in (*ENTRIES[1:], *INPUTS, WINDOW_POOL)))  # the first has the index keys
 
 
 @pytest.mark.parametrize("name", thinned(WIRE, lambda _, name: name in ("target", "target.heavy_inputs")))

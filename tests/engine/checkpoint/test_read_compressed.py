@@ -72,6 +72,18 @@ def test_the_fields_of_transformers_class_say_the_same(tmp_path: Path) -> None:
     assert of_class == published
 
 
+@pytest.mark.parametrize("factor", ["absent", None, 1.0])
+def test_cosines_of_entries_have_no_factor(factor: float | str | None, tmp_path: Path) -> None:
+    """In both forms of the file, though transformers derives 1.277 if that of its class lacks the factor."""
+    published, more = (
+        PUBLISHED["DeepSeek-V4-Flash"]["rope_scaling"],
+        {} if factor == "absent" else {"attention_factor": factor},
+    )
+    ropes = {"main": {"rope_theta": 10000}, "compress": {**published, **more, "rope_theta": 160000}}
+    for config in (read(tmp_path, rope_scaling={**published, **more}), read(tmp_path, rope_parameters=ropes)):
+        assert config.compressed is not None and config.compressed.rope.attention_factor == 1.0
+
+
 def test_bytes_per_token_are_those_of_the_schema(tmp_path: Path) -> None:
     """One entry for 4 tokens and one for 128, an index key for 4, and rows of each token."""
     config = read(tmp_path)

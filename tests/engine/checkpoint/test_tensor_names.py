@@ -226,6 +226,21 @@ def test_a_text_model_that_is_not_served_is_refused_by_its_key(
         read_model_config(wrapped)
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "ids"), [(7, 9, (7,)), ([7, 8], 9, (7, 8)), (None, 9, (9,)), ("absent", 9, (9,))]
+)
+def test_the_end_of_a_text_is_the_wrappers_if_it_says_one(
+    outer: Any, inner: int, ids: tuple[int, ...], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As transformers reads a checkpoint without generation_config.json."""
+    wrapped = wrap(checkpoint("llama"), tmp_path / "wrapped", eos_token_id=inner)
+    config = json.loads((wrapped / "config.json").read_text()) | ({} if outer == "absent" else {"eos_token_id": outer})
+    (wrapped / "config.json").write_text(json.dumps(config))
+    assert read_model_config(wrapped).eos_token_ids == ids
+    ends = transformers.GenerationConfig.from_model_config(config).eos_token_id
+    assert ids == tuple(ends if isinstance(ends, list) else [ends])
+
+
 def test_a_quantized_wrapper_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """The wrapper states it for the whole model."""
     wrapped = wrap(checkpoint("llama"), tmp_path / "wrapped")

@@ -126,6 +126,20 @@ def test_streams_of_another_number_than_the_tensors_are_refused(checkpoint: Chec
         load_model(model, replace(read_model_config(model), hc_mult=2), torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("expert", [-1, 8])
+def test_a_table_that_names_an_expert_that_does_not_exist_is_refused(
+    expert: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """When the model is loaded, not when the token comes."""
+
+    def damage(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["layers.0.ffn.gate.tid2eid"][511, 2] = expert
+
+    model = published(checkpoint("deepseek_v4"), tmp_path / "damaged", damage)
+    with pytest.raises(ModelError, match=rf"tid2eid names expert {expert}, but the layer has 8 experts"):
+        load_model(model, read_model_config(model), torch.float32, "cpu")
+
+
 def test_a_checkpoint_with_its_prediction_layer_drafts_by_itself(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = with_mtp(checkpoint("deepseek_v4"), tmp_path / "model")
     engine = Engine(DecodeConfig(model=str(model), page_size=4, num_pages=8, device="cpu"))

@@ -151,9 +151,10 @@ def test_a_configuration_that_does_not_fit_the_target_is_refused(
 
 def test_a_target_with_less_or_more_of_anything_is_refused(model: Path, tmp_path: Path) -> None:
     head, target = write(model, tmp_path / "head"), read_model_config(model)
-    latents: Any = object()
-    with pytest.raises(ConfigError, match="attends to keys and values of heads; the target's pool has latents"):
-        read_frozen_kv(head, replace(target, latent=latents))
+    other: Any = object()
+    for field, words in (("latent", "latents"), ("compressed", "entries of tokens")):
+        with pytest.raises(ConfigError, match=f"attends to keys and values of heads; the target's pool has {words}"):
+            read_frozen_kv(head, replace(target, **{field: other}))
     for name, field in (
         ("backbone_hidden_size", "hidden_size"),
         ("num_key_value_heads", "num_kv_heads"),

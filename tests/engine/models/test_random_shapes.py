@@ -66,7 +66,7 @@ def nodes_of(rng: random.Random, shape: dict[str, Any]) -> tuple[dict[str, Any],
         "transport": rng.choice(("local", "zmq")),
         **({"draft_steps": num_steps} if num_steps else {}),
     }
-    ranks = [num for num in (1, 1, 2, 3) if shape["o_groups"] % num == 0]
+    ranks = [num for num in (1, 1, 2, 3) if shape["o_groups"] % num == shape["intermediate_size"] % num == 0]
     return tuple({**both, "chunk_tokens": rng.randint(1, 260), "tp": rng.choice(ranks)} for _ in range(2))  # type: ignore[return-value]
 
 

@@ -41,10 +41,10 @@ def test_one_tenant_has_its_series_from_the_start() -> None:
     assert not any(OTHER in name for name in found)
 
 
-def node(role: str, num_pages: int, num_free: int) -> Any:
-    capacity = SimpleNamespace(num_pages=num_pages, page_size=16)
+def node(role: str, num_pages: int, num_free: int, num_tails: int = 0) -> Any:
+    capacity = SimpleNamespace(num_pages=num_pages, page_size=16, num_tails=num_tails)
     return SimpleNamespace(
-        role=role, hello=SimpleNamespace(capacity=capacity), load=SimpleNamespace(free_pages=num_free)
+        role=role, hello=SimpleNamespace(capacity=capacity), load=SimpleNamespace(free_pages=num_free, free_tails=0)
     )
 
 
@@ -52,6 +52,7 @@ def test_the_use_of_kv_is_that_of_decode_nodes() -> None:
     assert kv_usage([]) == 0.0
     assert kv_usage([node("prefill", 100, 0), node("decode", 100, 75), node("decode", 300, 225)]) == 0.25
     assert kv_usage([node("prefill", 100, 40)]) == 0.6
+    assert kv_usage([node("decode", 100, 40, num_tails=9)]) == 1.0, "none of the tail pages is free"
     assert kv_usage([node("decode", 0, 0)]) == 0.0 and kv_usage([node("decode", 10, 12)]) == 0.0
 
 

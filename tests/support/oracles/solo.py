@@ -21,7 +21,7 @@ from model_pools import pages_for
 from torch import Tensor
 
 from baton.decode_node.config import DecodeConfig
-from baton.engine.checkpoint.model_config import INDEX
+from baton.engine.checkpoint.model_config import ENTRY_POOLS, INDEX
 from baton.engine.drafters import frozen_kv, mtp_layers, shifted, standalone
 from baton.engine.drafters.base import Drafter, DraftState, PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
@@ -191,8 +191,8 @@ class Solo:
         compressed = self.engine.model_config.compressed
         if compressed is None:
             return num_tokens
-        rates = {INDEX: compressed.sparse_rate, "sparse_entries": compressed.sparse_rate}
-        rates["heavy_entries"] = compressed.heavy_rate
+        by_kind = {INDEX: compressed.sparse_rate, "sparse": compressed.sparse_rate, "heavy": compressed.heavy_rate}
+        rates = {ENTRY_POOLS[kind].entries: rate for kind, rate in by_kind.items()}
         pools = {self.engine.model_config.further[0].name: self.engine.kv, **self.engine.target_pools.further}
         rate = next((rates[name] for name in rates if name in pools and pools[name] is pool), 1)
         return num_tokens // rate * rate
