@@ -12,6 +12,7 @@ import drafters
 import mxfp4
 import pytest
 import torch
+from entry_formats import in_published_formats
 from matrix import CELLS, PAGE_SIZE, Plain, run_cell
 from model_pools import pages_for
 from node_pair import NodePair, Result, params
@@ -141,6 +142,11 @@ def test_logits(name: str, checkpoint: Checkpoint) -> None:
 def test_logits_of_entries(config: dict[str, Any], num_tokens: int, chunks: list[int], checkpoint: Checkpoint) -> None:
     page_size = 128 if config else 16
     check_logits(checkpoint("deepseek_v4", **config), EXACT, num_tokens, chunks, page_size=page_size)
+
+
+def test_logits_of_entries_in_published_formats(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 8, "q_lora_rank": 128}
+    check_logits(in_published_formats(checkpoint("deepseek_v4", **sizes), tmp_path / "published"), BY_TENSOR_CORES)
 
 
 @pytest.mark.parametrize("scheme", ["blocks", "ue8m0", "fp8-static", "w8a8", "w8a16"])

@@ -5,10 +5,7 @@ the prediction layer, and tests/decode_node/test_sparse_attention.py texts betwe
 
 from __future__ import annotations
 
-import json
 import random
-import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from entry_formats import QUANTIZED, packed, published
 from model_pools import pools_of
 from own_mtp import with_mtp
-from safetensors.torch import load_file, save_file
 from ties import Reference
 
 from baton.decode_node.config import DecodeConfig
@@ -31,21 +28,6 @@ from baton.metadata.errors import BatonError, ModelError
 
 Checkpoint = Callable[..., Path]
 SIZES = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 8}
-VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def published(source: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], object], **config: Any) -> Path:
-    """Write a copy of a checkpoint under the names of the published files, whose tensors `change` has changed."""
-    shutil.copytree(source, path)
-    spelled: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        name = re.sub(r"^model\.", "", name).replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
-        spelled[re.sub(r"attn\.norm\.", "attn.kv_norm.", name)] = tensor
-    change(spelled)
-    save_file(spelled, path / "model.safetensors", {"format": "pt"})
-    fields = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(fields | config))
-    return path
 
 
 def logits(model: Path) -> torch.Tensor:
@@ -53,23 +35,6 @@ def logits(model: Path) -> torch.Tensor:
     loaded = load_model(model, config, torch.float32, "cpu")
     batch = ForwardBatch.build([BatchRow(ids, 0, [*range(1, 9)])], 4, "cpu")
     return loaded.logits(loaded.forward(batch, pools_of(config, 4, 9, float("nan"))))
-
-
-def packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a weight in MXFP4, by the even columns in low halves of bytes: bytes, scales, and its numbers."""
-    groups = weight.unflatten(1, (-1, 32))
-    exponents = (groups.abs().amax(2) / 6).log2().ceil()
-    scaled = groups / exponents.exp2().unsqueeze(2)
-    codes = (scaled.abs().unsqueeze(-1) - VALUES).abs().argmin(-1)
-    numbers = VALUES[codes] * scaled.sign() * exponents.exp2().unsqueeze(2)
-    codes = (codes + 8 * (scaled < 0)).flatten(1).to(torch.uint8)
-    scales = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
-    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), scales, numbers.flatten(1)
-
-
-QUANTIZED: dict[str, Any] = {
-    "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-}
 
 
 def test_experts_of_four_bits_have_the_numbers_that_they_stand_for(checkpoint: Checkpoint, tmp_path: Path) -> None:

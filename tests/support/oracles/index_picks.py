@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from model_pools import pools_of
 
-from baton.engine.attention import picked
+from baton.engine.attention import gathered_entries, picked
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.engine.layers import compressed_attention
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
@@ -44,7 +43,7 @@ def recorded_picks() -> Iterator[PickRecord]:
     record = PickRecord()
     with (
         mock.patch.object(picked, "pick", record.pick),
-        mock.patch.object(compressed_attention, "pick", record.pick),
+        mock.patch.object(gathered_entries, "pick", record.pick),
     ):
         yield record
 
