@@ -301,9 +301,7 @@ class ModelConfig:
     @property
     def untried_on_gpu(self) -> str | None:
         """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
-        if self.delta is not None:
-            return "a gated delta rule"
-        return "GELU in experts" if self.gemma4 is not None and self.experts is not None else None
+        return None if self.delta is None else "a gated delta rule"
 
     @property
     def refuses_trees(self) -> str | None:

@@ -72,9 +72,10 @@ def test_a_model_whose_kernels_no_gpu_has_run_is_refused_on_one(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
-    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
-    model = checkpoint("gemma4_text", **experts)
-    with pytest.raises(ConfigError, match=r"Gemma4.*: GELU in experts has not run on a GPU yet; use --device cpu"):
+    model = checkpoint("qwen3_next")
+    with pytest.raises(
+        ConfigError, match=r"Qwen3Next.*: a gated delta rule has not run on a GPU yet; use --device cpu"
+    ):
         Engine(EngineConfig(model=str(model), num_pages=8))
 
 

@@ -133,6 +133,8 @@ class PlantedModel:
     def _places(self) -> list[Place]:
         """Place the reads from the first layer to the last without a window, each on its own kv head."""
         layers = [layer for layer, window in enumerate(self.config.sliding_window) if window is None]
+        if not layers:
+            raise ModelError(f"no layer of {self.config.architecture} attends to all tokens, as planted texts need")
         last, num_bits, num_heads = len(layers) - 1, self.text.num_bits, self.heads.num_heads
         places = [
             Place(layers[round(bit * last / (num_bits - 1))], bit % num_heads, bit, read)

@@ -95,7 +95,16 @@ def test_a_vocabulary_too_small_is_refused() -> None:
 # --- the weights ---
 
 
-@pytest.mark.parametrize("architecture", synthetic.ARCHITECTURES)
+def test_a_model_whose_layers_all_have_a_window_is_refused(tmp_path: Path) -> None:
+    fields = synthetic.ARCHITECTURES["deepseek-v4-flash"] | {
+        "rope_theta": 1e9,
+        "rope_scaling": {"rope_type": "default"},
+    }
+    with pytest.raises(ModelError, match="no layer of DeepseekV4ForCausalLM attends to all tokens"):
+        PlantedModel(tensor_files.write_config(tmp_path, fields | {"tie_word_embeddings": False}))
+
+
+@pytest.mark.parametrize("architecture", [each for each in synthetic.ARCHITECTURES if "deepseek-v4" not in each])
 def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) -> None:
     """Every read has its own layer, and the norm scales the embeddings by a power of two."""
     fields = synthetic.ARCHITECTURES[architecture] | {"tie_word_embeddings": False, "rope_theta": 1e9}

@@ -304,7 +304,7 @@ def test_without_a_parser_tools_are_refused(make_system: Callable[..., System]) 
     unknown = make_system(template="{{ tools }}{{ messages }}").up()
     status, answer, _ = unknown.router.request("POST", "/v1/chat/completions", body)
     assert status == 400
-    assert "--tool-parser and one of harmony, hermes, " in answer["error"]["message"]
+    assert "--tool-parser and one of gemma4, harmony, hermes, " in answer["error"]["message"]
     assert unknown.router.request("POST", "/v1/chat/completions", {**body, "tool_choice": "none"})[0] == 200
     off = make_system(router={"tool_parser": "none"}, template=TEMPLATE).up()
     assert "reads no calls" in off.router.request("POST", "/v1/chat/completions", body)[1]["error"]["message"]
