@@ -130,8 +130,8 @@ def test_a_rank_that_does_not_answer_is_ended() -> None:
 def test_a_rank_that_does_not_become_ready_is_ended() -> None:
     with (
         forked_ranks(),
-        RankProcesses(2, hang, timeout_s=60.0, start_timeout_s=0.01) as processes,
-        pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.01 s"),
+        RankProcesses(2, load_without_end, timeout_s=60.0, start_timeout_s=0.2) as processes,
+        pytest.raises(RankLost, match=r"rank 1 did not answer within 0\.2 s"),
     ):
         processes.wait_ready()
 

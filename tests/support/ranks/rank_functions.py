@@ -28,6 +28,11 @@ def vanish(connection: Connection, reports: Connection, rank: int, *args: Any) -
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def load_without_end(connection: Connection, reports: Connection, rank: int) -> None:
+    """Never be ready."""
+    time.sleep(600)
+
+
 def hang(connection: Connection, reports: Connection, rank: int) -> None:
     """Say nothing after being ready."""
     connection.send_bytes(READY)
