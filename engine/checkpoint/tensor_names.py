@@ -31,7 +31,7 @@ _TOWERS = (
     "embed_audio",
 )
 _OWN_PREFIXES = ("model.", "lm_head.", "mtp.")  # names that a checkpoint of a text model alone has
-_OF_QWEN = "mtp"  # the prefix of the one layer of Qwen3-Next and Qwen3.5, which has no number
+_OF_QWEN = "mtp"  # the prefix of what the layers of Qwen3-Next and Qwen3.5 share
 _INPUTS = (".eh_proj.weight", ".input_proj.weight", ".e_proj.weight")  # of prediction layers in each layout
 
 
@@ -66,10 +66,18 @@ def is_of_tower(name: str) -> bool:
 
 
 def layer_prefixes(names: frozenset[str]) -> tuple[str, ...]:
-    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ... or `mtp.0`, ..., by their numbers, or `mtp`, which has
-    one layer; none if there is no MTP layer."""
+    """Return `model.layers.61`, ..., `model.mtp_layers.0`, ..., `mtp.0`, ... or `mtp.layers.0`, ..., by their numbers;
+    none if there is no MTP layer."""
     if f"{_OF_QWEN}.fc.weight" in names:
-        return (_OF_QWEN,)
-    found = {name.rsplit(".", 2)[0] for name in names if name.endswith(_INPUTS)}
+        first = f"{_OF_QWEN}.layers."
+        found = {first + name.removeprefix(first).partition(".")[0] for name in names if name.startswith(first)}
+    else:
+        found = {name.rsplit(".", 2)[0] for name in names if name.endswith(_INPUTS)}
     numbers = {prefix: prefix.rpartition(".")[2] for prefix in found}
     return tuple(sorted((each for each in found if numbers[each].isdecimal()), key=lambda each: int(numbers[each])))
+
+
+def shared_prefix(prefix: str) -> str:
+    """Return the prefix of the norms and the projection of the MTP layer at `prefix`: its own, or that of all layers of
+    Qwen3-Next and Qwen3.5."""
+    return _OF_QWEN if prefix.startswith(f"{_OF_QWEN}.layers.") else prefix

@@ -16,7 +16,7 @@ import torch
 from ...kernels.products.norm import rms_norm
 from ..attention.attention import RotaryEmbedding, begin_attention
 from ..checkpoint.model_config import ModelConfig
-from ..checkpoint.tensor_names import layer_prefixes
+from ..checkpoint.tensor_names import layer_prefixes, shared_prefix
 from ..layers.decoder import DecoderLayer
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks
@@ -34,20 +34,19 @@ Layer = TypeVar("Layer")
 
 
 class MtpLayout(NamedTuple):
-    """Names and settings of one layout of prediction layers. The names stand behind the prefix of a layer."""
+    """Names and settings of one layout of prediction layers. The names stand behind `shared_prefix` of a layer."""
 
     embedding_norm: str
     hidden_norm: str
     projection: str  # 2 * hidden_size -> hidden_size
     final_norm: str
-    decoder: str = ""  # of the decoder layer's tensors
     has_hidden_first: bool = False  # the halves that are projected; else the embedding is first
     hands_over_normed: bool = False  # the recurrent state is that after the last norm; else before it
     skips_first: bool = False  # there is no embedding at position 0
 
     def num_found(self, source: HeadTensors, prefix: str) -> int:
         """Return how many of the tensors that this layout names a layer has."""
-        return sum(source.has(f"{prefix}.{name}.weight") for name in self[:4])
+        return sum(source.has(f"{shared_prefix(prefix)}.{name}.weight") for name in self[:4])
 
 
 LAYOUTS = (
@@ -62,7 +61,7 @@ LAYOUTS = (
         skips_first=True,
     ),
     MtpLayout("enorm", "hnorm", "eh_proj", "final_layernorm", hands_over_normed=True),  # MiMo-V2
-    MtpLayout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", ".layers.0", hands_over_normed=True),
+    MtpLayout("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", hands_over_normed=True),
 )
 
 
@@ -102,7 +101,8 @@ class MtpHead:
 
 def takes_chained_states(file: HeadFile) -> bool:
     """Return whether each of several layers takes the state of the one before it; otherwise all take the target's."""
-    is_mimo = any(each in layer_prefixes(file.names)[0] for each in ("mtp_layers", "mtp.layers"))
+    prefix = layer_prefixes(file.names)[0]
+    is_mimo = any(each in prefix for each in ("mtp_layers", "mtp.layers")) and shared_prefix(prefix) == prefix
     return bool(file.settings.get("mtp_chained", not is_mimo))
 
 
@@ -133,7 +133,7 @@ def load_layers(
     rotary = RotaryEmbedding(config.rope, config.rotated_size, target.device, config.rotary_dim)
     layers = tuple(load_layer(source, prefix, config, rotary, target) for prefix in prefixes)
     for prefix in prefixes:
-        source.refuse_unknown(*(f"{prefix}.{name}" for name in copies), within=f"{prefix}.")
+        source.refuse_unknown(*(f"{prefix}.{name}" for name in copies), within=f"{shared_prefix(prefix)}.")
     return layers
 
 
@@ -141,16 +141,16 @@ def _load_layer(
     source: HeadTensors, prefix: str, config: ModelConfig, rotary: RotaryEmbedding, target: TargetEnds
 ) -> MtpHead:
     layout = max(LAYOUTS, key=lambda each: each.num_found(source, prefix))
-    decoder = prefix + layout.decoder
+    shared = shared_prefix(prefix)
     size, read = config.hidden_size, FAMILIES[config.architecture].read_mtp_layer or read_layer
     return MtpHead(
         source.own(config),
         rotary,
         target,
-        norm_weight(config, source, f"{prefix}.{layout.embedding_norm}", size),
-        norm_weight(config, source, f"{prefix}.{layout.hidden_norm}", size),
-        source.linear(f"{prefix}.{layout.projection}", size, 2 * size),
-        read(source.with_biases(config, decoder), source, decoder, 0),
-        norm_weight(config, source, f"{prefix}.{layout.final_norm}", size),
+        norm_weight(config, source, f"{shared}.{layout.embedding_norm}", size),
+        norm_weight(config, source, f"{shared}.{layout.hidden_norm}", size),
+        source.linear(f"{shared}.{layout.projection}", size, 2 * size),
+        read(source.with_biases(config, prefix), source, prefix, 0),
+        norm_weight(config, source, f"{shared}.{layout.final_norm}", size),
         layout,
     )

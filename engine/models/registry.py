@@ -12,7 +12,7 @@ from ...metadata.errors import ModelError
 from ..checkpoint.checkpoint import Checkpoint, TensorSpec
 from ..checkpoint.made_checkpoint import FILES, EveryName, MadeCheckpoint, maker
 from ..checkpoint.model_config import ModelConfig
-from ..checkpoint.tensor_names import layer_prefixes
+from ..checkpoint.tensor_names import layer_prefixes, shared_prefix
 from ..checkpoint.weights import UNUSED, CheckpointWeights, ListedWeights
 from ..progress import Progress
 from ..ranks.ranks import ONE_RANK, Ranks
@@ -99,7 +99,8 @@ def _refuse_unknown(checkpoint: Checkpoint, config: ModelConfig, specs: list[Ten
     """Raise ModelError for a tensor that nobody uses: the output would be wrong. Prediction layers are a drafter's if
     the family can have them, and tied embeddings may be stored twice."""
     layers = tuple(f"model.layers.{layer}." for layer in range(config.num_layers))
-    own_mtp = tuple(f"{each}." for each in layer_prefixes(checkpoint.names) if each.startswith(_family(config).own_mtp))
+    prefixes = [each for each in layer_prefixes(checkpoint.names) if each.startswith(_family(config).own_mtp)]
+    own_mtp = tuple(f"{shared_prefix(each)}." for each in prefixes)
     others = tuple(each for each in own_mtp if not each.startswith(layers))
     others += ("lm_head.weight",) if config.tie_word_embeddings else ()
     shared = range(config.num_layers - config.num_shared_layers, config.num_layers)  # layers without keys of their own

@@ -12,12 +12,13 @@ import pytest
 import torch
 from matrix import coach
 from node_pair import node_pairs, params
-from own_mtp import with_qwen_mtp
+from own_mtp import qwen_mtp_states, with_qwen_mtp
 from solo import caught
 from ties import Reference
 
 from baton.engine.attention.pool_rows import PoolRows
 from baton.engine.checkpoint.model_config import DELTA_ROWS
+from baton.engine.drafters import mtp
 from baton.engine.layers import delta_net
 from baton.engine.layers.delta_net import DeltaNet
 from baton.metadata.handoff.server import HandoffServer
@@ -137,3 +138,78 @@ def test_one_wrong_number_on_the_wire_is_found(kind: str, model: Path, monkeypat
         pair.submit("a", PROMPT, params(NUM_TOKENS))
         result = pair.run()["a", 0]
     assert flipped and result.failed is not None and "checksum" in str(result.failed), result
+
+
+# --- several prediction layers, each of which proposes one token ---
+
+NUM_LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def layered(model: Path) -> Path:
+    source = model.with_name(model.name.removesuffix("-mtp"))
+    path = source.with_name(f"{source.name}-mtp-{NUM_LAYERS}")
+    return path if path.exists() else with_qwen_mtp(source, path, NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def proposed(layered: Path, truth: list[int]) -> dict[int, list[int]]:
+    """What each layer proposes by its formula, by the number of tokens with KV. A layer takes the states of the one
+    before it, and the tokens one place further."""
+    text, reference, found = PROMPT + truth, Reference(layered).model, dict[int, list[int]]()
+    with torch.no_grad():
+        states = reference.model(torch.tensor([text])).last_hidden_state[0]
+        for length in range(len(PROMPT), len(text) - 1):
+            hidden, known, ids = states[:length], text[1 : length + 1], list[int]()
+            for place in range(NUM_LAYERS):
+                hidden = qwen_mtp_states(layered, known, hidden, place)
+                ids.append(int(reference.lm_head(hidden[-1]).argmax()))
+                known = [*known[1:], ids[-1]]
+            found[length] = ids
+    return found
+
+
+def layers_served(layered: Path, truth: list[int]) -> dict[int, list[int]]:
+    """Return the drafts of each round, by the number of tokens with KV. Some are then replaced, and accepted."""
+    drafted = dict[int, list[int]]()
+    with node_pairs() as start:
+        both = {"page_size": PAGE_SIZE, "num_pages": 100, "chunk_tokens": 7, "speculative": "mtp"}
+        pair = start(layered, prefill=both, decode=both)
+        drafter: Any = pair.decode.executor.engine.drafter
+        propose = drafter.propose
+
+        def recorded(rows: Any, shape: Any) -> Any:
+            drafts = propose(rows, shape)
+            for length, ids in zip(rows.lengths.tolist(), drafts.tokens.tolist(), strict=True):
+                drafted[length] = ids
+            return drafts
+
+        drafter.propose = recorded
+        coach(drafter, {0: PROMPT + truth}, lambda _, position: position % 5 > 1)
+        pair.submit("a", PROMPT, params(NUM_TOKENS))
+        assert pair.run()["a", 0].ids == truth
+        assert 0 < pair.decode.rounds.stats.num_accepted < pair.decode.rounds.stats.num_drafted
+    return drafted
+
+
+def test_every_prediction_layer_proposes_by_its_formula(
+    layered: Path, truth: list[int], proposed: dict[int, list[int]]
+) -> None:
+    drafted = layers_served(layered, truth)
+    assert len(drafted) > 5 and max(map(len, drafted.values())) == NUM_LAYERS
+    for length, ids in drafted.items():
+        assert ids == proposed[length][: len(ids)], length
+
+
+def test_a_second_prediction_layer_that_never_runs_is_caught(
+    layered: Path, truth: list[int], proposed: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defect: the first layer runs for every step."""
+    load = mtp.load_mtp
+
+    def first_alone(*args: Any) -> Any:
+        return load(*args)[:1] * NUM_LAYERS
+
+    monkeypatch.setattr(mtp, "load_mtp", first_alone)
+    with caught():
+        test_every_prediction_layer_proposes_by_its_formula(layered, truth, proposed)

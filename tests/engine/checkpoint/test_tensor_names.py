@@ -298,10 +298,11 @@ def test_an_unknown_tensor_in_a_layer_is_refused_as_in_any_checkpoint(
             ("model.mtp_layers.2", "model.mtp_layers.10"),
         ),
         (["mtp.1.e_proj.weight", "mtp.0.e_proj.weight", "mtp.0.h_proj.weight"], ("mtp.0", "mtp.1")),
+        (["mtp.fc.weight", "mtp.layers.10.a.weight", "mtp.layers.9.a.weight"], ("mtp.layers.9", "mtp.layers.10")),
         (["fc.weight", "model.layers.0.self_attn.q_proj.weight"], ()),
         (["model.mtp.eh_proj.weight", "fc.e_proj.weight"], ()),
     ],
-    ids=["DeepSeek", "MiMo", "streams", "none", "no number"],
+    ids=["DeepSeek", "MiMo", "streams", "Qwen", "none", "no number"],
 )
 def test_layers_are_ordered_by_their_numbers(names: list[str], prefixes: tuple[str, ...]) -> None:
     assert layer_prefixes(frozenset(names)) == prefixes

@@ -3,7 +3,6 @@ compared in test_odd_shapes.py."""
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from collections.abc import Callable
@@ -13,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from model_pools import pools_of
-from own_mtp import with_qwen_mtp
+from own_mtp import qwen_mtp_states, with_qwen_mtp
 from safetensors.torch import load_file, save_file
-from ties import model_of
 
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.checkpoint.tensor_names import layer_prefixes
@@ -47,35 +45,9 @@ def test_the_prediction_layer_equals_its_formula(family: str, checkpoint: Callab
         with torch.inference_mode():
             states.append(head.forward(batch, pools, hidden[new]))
         position += num
-    expected = formula(model, ids, hidden)
+    expected = qwen_mtp_states(model, ids, hidden)
     torch.testing.assert_close(torch.cat(states), expected, atol=1e-4, rtol=0)
     assert torch.equal(head.logits(expected), target.logits(expected))  # the norm is part of the state
-
-
-@torch.no_grad()
-def formula(model: Path, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
-    """Return the states after the last norm, by a decoder layer of transformers."""
-    reference = copy.deepcopy(model_of(model))
-    own = {name.removeprefix("mtp."): each for name, each in load_file(model / "model.safetensors").items()}
-    place = reference.config.layer_types.index("full_attention")
-    layer = reference.model.layers[place]
-    weights = {name.removeprefix("layers.0."): each for name, each in own.items() if name.startswith("layers.0.")}
-    experts = [name for name in weights if ".experts." in name]
-    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-        num = len({each.split(".")[2] for each in experts})
-        stacked = [torch.cat([weights[f"mlp.experts.{i}.{part}.weight"] for part in parts]) for i in range(num)]
-        weights |= {f"mlp.experts.{name}": torch.stack(stacked)} if stacked else {}
-    layer.load_state_dict({name: each for name, each in weights.items() if name not in experts})
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + reference.config.rms_norm_eps).rsqrt() * (1 + own[name])
-
-    embedded = norm(reference.model.embed_tokens(torch.tensor(ids)), "pre_fc_norm_embedding.weight")
-    x = (torch.cat([embedded, norm(hidden, "pre_fc_norm_hidden.weight")], 1) @ own["fc.weight"].T)[None]
-    positions = torch.arange(len(ids))[None]
-    mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
-    rotary = reference.model.rotary_emb(x, positions)
-    return norm(layer(x, position_embeddings=rotary, attention_mask=mask)[0], "norm.weight")
 
 
 @pytest.mark.parametrize(
@@ -135,16 +107,16 @@ def test_a_page_has_a_row_of_each_token_and_the_states_that_end_in_it(checkpoint
         )
 
 
-def test_a_second_prediction_layer_is_refused_by_name(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Files have one so far. A drafter that ran the first alone would draft worse than its files can."""
-    model = with_qwen_mtp(checkpoint("qwen3_5_text"), tmp_path / "model")
-    tensors = load_file(model / "model.safetensors")
-    first = {name: each for name, each in tensors.items() if name.startswith("mtp.layers.0.")}
-    second = {name.replace("layers.0", "layers.1"): each.clone() for name, each in first.items()}
-    save_file(tensors | second, model / "model.safetensors", {"format": "pt"})
+@pytest.mark.parametrize("name", ["mtp.layers.1.mlp.more.weight", "mtp.more.weight"])
+def test_a_tensor_of_prediction_layers_that_nobody_reads_is_refused(
+    name: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = with_qwen_mtp(checkpoint("qwen3_5_text"), tmp_path / "model", num_layers=2)
+    tensors = load_file(model / "model.safetensors") | {name: torch.ones(2)}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
     config = read_model_config(model)
     file, target = read_head(model, config), load_model(model, config, torch.float32, "cpu")
-    with pytest.raises(ModelError, match=r"has tensors that no layout served here uses: mtp\.layers\.1"):
+    with pytest.raises(ModelError, match=f"has tensors that no layout served here uses: {name}"):
         load_mtp(file, layer_prefixes(file.names), target)
 
 

@@ -1,7 +1,8 @@
-"""Random shapes of DeepSeek-V4 between two nodes: the text is that of transformers, whatever the sizes, the rates of
-entries, the kinds of layers, the number of drafts, the chunks, the pages and the ranks are.
+"""Random shapes of DeepSeek-V4, and of families with a gated delta rule, between two nodes: the text is that of
+transformers, whatever the sizes, the rates of entries, the kinds of layers, the number of drafts, the chunks, the pages
+and the ranks are.
 
-The gate runs one shape, `whole` runs 200."""
+The gate runs one shape of each, `whole` runs 200."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from matrix import coach
 from node_pair import node_pairs, params
-from own_mtp import with_mtp
+from own_mtp import with_mtp, with_qwen_mtp
 from solo import Solo
 from thinned import thinned
 from ties import Reference
@@ -71,6 +72,93 @@ def nodes_of(rng: random.Random, shape: dict[str, Any]) -> tuple[dict[str, Any],
     return (prefill if decode["tp"] == 1 else prefill | {"tp": 1}), decode  # one process has one group of ranks
 
 
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
+
+
+def delta_shape(rng: random.Random, family: str) -> dict[str, Any]:
+    """Return the fields of a configuration with a gated delta rule. A head has so many numbers that they fill the
+    vectors of a processor."""
+    num_layers, num_experts, num_heads = rng.randint(2, 5), rng.randint(2, 8), rng.choice((2, 4, 6))
+    kinds = ["linear_attention", "full_attention"]
+    kinds = rng.sample([*kinds, *rng.choices(kinds, k=num_layers - 2)], num_layers)
+    experts = {"num_experts_per_tok": rng.randint(1, num_experts), "moe_intermediate_size": rng.choice((12, 24, 48))}
+    fields: dict[str, Any] = {
+        "hidden_size": rng.choice((48, 64, 96)),
+        "intermediate_size": rng.choice((48, 96)),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "layer_types": kinds,
+        "linear_conv_kernel_dim": rng.choice((2, 3, 4, 6)),
+    }
+    if family == "kimi_linear":
+        num_groups = rng.choice([num for num in (1, 2) if num_experts % num == 0 and num_experts >= 2 * num])
+        fields |= experts | {
+            "kv_lora_rank": rng.choice((16, 40)),
+            "q_lora_rank": rng.choice((None, 28)),
+            "qk_nope_head_dim": rng.choice((8, 20)),
+            "qk_rope_head_dim": rng.choice((4, 16)),
+            "v_head_dim": rng.choice((8, 24)),
+            "linear_num_heads": rng.choice((2, 4, 6)),
+            "linear_head_dim": rng.choice((8, 16, 32)),
+            "num_local_experts": num_experts,
+            "n_shared_experts": rng.choice((1, 2)),
+            "n_group": num_groups,
+            "topk_group": num_groups,
+            "mlp_layer_types": [rng.choice(("dense", "sparse")) for _ in range(num_layers - 1)] + ["sparse"],
+        }
+        return fields
+    num_key_heads = rng.choice((2, 4, 6))
+    fields |= {
+        "num_key_value_heads": rng.choice([num for num in (1, 2, num_heads) if num_heads % num == 0]),
+        "head_dim": rng.choice((8, 16, 24)),
+        "linear_num_key_heads": num_key_heads,
+        "linear_num_value_heads": num_key_heads * rng.randint(1, 3),
+        "linear_key_head_dim": rng.choice((8, 12, 16)),
+        "linear_value_head_dim": rng.choice((8, 16)),
+    }
+    if family == "qwen3_5_text":
+        return fields
+    shared = {"shared_expert_intermediate_size": rng.choice((24, 48))}
+    return fields | experts | shared | {"num_experts": num_experts, "mlp_only_layers": []}
+
+
+def delta_nodes(rng: random.Random, family: str, shape: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of a prefill and of a decode node."""
+    num_steps, drafter = rng.randint(0, 10), "ngram" if family == "kimi_linear" else "mtp"
+    both = {
+        "page_size": rng.choice((1, 3, 4, 8, 16, 64)),
+        "num_pages": 400,
+        "speculative": drafter if num_steps else "none",
+        "transport": rng.choice(("local", "zmq")),
+        **({"draft_steps": num_steps} if num_steps else {}),
+    }
+    names = ("num_attention_heads", "linear_num_heads", "linear_num_key_heads", "intermediate_size")
+    counts = [shape[name] for name in (*names, "moe_intermediate_size") if name in shape]
+    ranks = [num for num in (1, 1, 2, 3) if all(count % num == 0 for count in counts)]
+    ranks = [num for num in ranks if num == 1 or shape.get("num_key_value_heads", 1) in (1, num, 6)]
+    prefill, decode = ({**both, "chunk_tokens": rng.randint(1, 260), "tp": rng.choice(ranks)} for _ in range(2))
+    return (prefill if decode["tp"] == 1 else prefill | {"tp": 1}), decode
+
+
+@pytest.mark.parametrize("seed", thinned(range(200), lambda seed, _: seed == 3))
+def test_the_text_of_a_delta_rule_is_that_of_transformers(
+    seed: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A difference counts as a tie up to twice what transformers differs from itself."""
+    rng, family = random.Random(seed), DELTA_FAMILIES[seed % len(DELTA_FAMILIES)]
+    shape = delta_shape(rng, family)
+    prefill, decode = delta_nodes(rng, family, shape)
+    model = checkpoint(family, seed=seed, **shape)
+    model = with_qwen_mtp(model, tmp_path / "model") if "qwen" in family else model
+    reference = Reference(model)
+    bound = 2 * reference.disagreement([rng.randrange(1, 512) for _ in range(150)])
+    assert bound <= 2e-3, bound
+    reference.bound = max(reference.bound, bound)
+    check(rng, model, prefill, decode, reference)
+    print(f"{reference.counts}; {family}; {shape}; {prefill}; {decode}")
+    assert reference.num_ties <= 1, reference.counts
+
+
 @pytest.mark.parametrize("seed", thinned(range(200), lambda seed, _: seed == 8))
 def test_the_text_is_that_of_transformers(seed: int, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Greedy and seeded requests, one behind a cached beginning, one whose prompt the decode node computes. Drafts are
@@ -79,12 +167,21 @@ def test_the_text_is_that_of_transformers(seed: int, checkpoint: Callable[..., P
     shape = shape_of(rng)
     prefill, decode = nodes_of(rng, shape)
     model = with_mtp(checkpoint("deepseek_v4", seed=seed, **shape), tmp_path / "model")
+    reference = Reference(model)
+    check(rng, model, prefill, decode, reference)
+    print(f"{reference.counts}; {shape}; {prefill}; {decode}")
+    assert reference.num_ties == 0, reference.counts
+
+
+def check(
+    rng: random.Random, model: Path, prefill: dict[str, Any], decode: dict[str, Any], reference: Reference
+) -> None:
+    """Compare the texts of four requests."""
     prompts = [rng.choices(range(1, 512), k=rng.randint(1, 150)) for _ in range(3)]
     prompts.append(prompts[0] + prompts[1][: rng.randint(1, 40)])
     asked = [params(NUM_TOKENS, seed=at, temperature=float(at == 2)) for at in range(4)]
     solo = Solo(model, speculative="ngram", page_size=prefill["page_size"], num_pages=300)
     truths = {at: solo.run(solo.start(ids, asked[at]), NUM_TOKENS, 0) for at, ids in enumerate(prompts)}
-    reference = Reference(model)
     with node_pairs() as start:
         pair = start(model, prefill=prefill, decode=decode)
         if decode["speculative"] != "none" and decode["tp"] == 1:
@@ -100,5 +197,3 @@ def test_the_text_is_that_of_transformers(seed: int, checkpoint: Callable[..., P
             assert result.ids == truths[at]
         else:
             reference.assert_text(prompts[at], result.ids)
-    print(f"{reference.counts}; {shape}; {prefill}; {decode}")
-    assert reference.num_ties == 0, reference.counts

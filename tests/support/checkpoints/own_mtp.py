@@ -9,6 +9,7 @@ a window.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -101,22 +102,50 @@ def _mimo_layer(
     return found | {f"{own}eh_proj.weight": torch.randn(size, 2 * size, generator=generator) / 8}
 
 
-def with_qwen_mtp(source: Path, path: Path) -> Path:
-    """Return a copy of a Qwen3-Next or Qwen3.5 with a random prediction layer, as their files name it."""
+def with_qwen_mtp(source: Path, path: Path, num_layers: int = 1) -> Path:
+    """Return a copy of a Qwen3-Next or Qwen3.5 with random prediction layers, as their files name them."""
     shutil.copytree(source, path)
     tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
     generator, size = torch.Generator().manual_seed(7), config["hidden_size"]
     last = f"model.layers.{max(i for i, kind in enumerate(config['layer_types']) if kind == 'full_attention')}."
-    alike = {f"mtp.layers.0.{name.removeprefix(last)}": each for name, each in tensors.items() if name.startswith(last)}
-    for name, tensor in alike.items():
-        noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
-        tensors[name] = noise if tensor.ndim > 1 else tensor + 0.1 * noise
+    alike = {name.removeprefix(last): each for name, each in tensors.items() if name.startswith(last)}
+    for layer in range(num_layers):
+        for name, tensor in alike.items():
+            noise = torch.randn(tensor.shape, generator=generator) * tensor.std(correction=0)
+            tensors[f"mtp.layers.{layer}.{name}"] = noise if tensor.ndim > 1 else tensor + 0.1 * noise
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         tensors[f"mtp.{name}.weight"] = 0.2 * torch.randn(size, generator=generator)
     tensors["mtp.fc.weight"] = torch.randn(size, 2 * size, generator=generator) / 8
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+    (path / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": num_layers}))
     return path
+
+
+@torch.no_grad()
+def qwen_mtp_states(model: Path, ids: list[int], hidden: Tensor, place: int = 0) -> Tensor:
+    """Return the states of prediction layer `place` of a checkpoint of `with_qwen_mtp` after the last norm, by a
+    decoder layer of transformers: [num_rows, hidden_size] of tokens `ids`, each with a state of `hidden`."""
+    reference = copy.deepcopy(rounding_model(model, None))
+    tensors, own = load_file(model / "model.safetensors"), f"mtp.layers.{place}."
+    layer = reference.model.layers[reference.config.layer_types.index("full_attention")]
+    weights = {name.removeprefix(own): each for name, each in tensors.items() if name.startswith(own)}
+    experts = [name for name in weights if ".experts." in name]
+    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        num = len({each.split(".")[2] for each in experts})
+        stacked = [torch.cat([weights[f"mlp.experts.{i}.{part}.weight"] for part in parts]) for i in range(num)]
+        weights |= {f"mlp.experts.{name}": torch.stack(stacked)} if stacked else {}
+    layer.load_state_dict({name: each for name, each in weights.items() if name not in experts})
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        scale = 1 + tensors[f"mtp.{name}.weight"]
+        return x * (x.pow(2).mean(-1, keepdim=True) + reference.config.rms_norm_eps).rsqrt() * scale
+
+    embedded = norm(reference.model.embed_tokens(torch.tensor(ids)), "pre_fc_norm_embedding")
+    x = (torch.cat([embedded, norm(hidden, "pre_fc_norm_hidden")], 1) @ tensors["mtp.fc.weight"].T)[None]
+    positions = torch.arange(len(ids))[None]
+    mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
+    rotary = reference.model.rotary_emb(x, positions)
+    return norm(layer(x, position_embeddings=rotary, attention_mask=mask)[0], "norm")
 
 
 class OwnMtpOracle:
