@@ -4,8 +4,9 @@
 
 A figure is the rate from `claim` to `Arrived`, as in bench_handoff.py: all pages are in the decode node's pool, and
 checked if checksums are on. All cases of one round are measured one after the other. A figure is the median of the
-rounds, a ratio the median of the ratios to the clear case within rounds. In the first round, which is not counted,
-every byte is compared.
+rounds, a ratio the median of the ratios to the clear case within rounds. `CPU` is the processor time of all threads of
+both processes: unlike a rate, it hardly depends on what else runs on the machine. In the first round, which is not
+counted, every byte is compared.
 """
 
 from __future__ import annotations
@@ -82,20 +83,26 @@ def serve(pipe: Connection, num_pages: int, keys: KeyPair) -> None:
         server.open(unit, num_pages)
         server.offer(unit, range(num_pages), range(1, num_pages + 1), [generation] * num_pages)
         server.finish(unit, bytes(row_bytes(server.end.schema)))
-        pipe.send(None)
+        pipe.send(time.process_time())
         poller = zmq.Poller()
         for socket in server.sockets():
             poller.register(socket, zmq.POLLIN)
         while not any(isinstance(event, TicketEnded) for event in server.poll()):
             wait_s = server.wait_s()
             poller.poll(1000 if wait_s is None else int(wait_s * 1000))
+        pipe.send(time.process_time())
     for server in servers:
         server.close()
     memory.close()
 
 
-def measure(mib: int, rounds: int) -> tuple[int, dict[Case, list[float]]]:
-    """Return the bytes of a handoff, and the seconds of every round by case."""
+class Taken(NamedTuple):
+    seconds: float
+    cpu_s: float  # of both processes
+
+
+def measure(mib: int, rounds: int) -> tuple[int, dict[Case, list[Taken]]]:
+    """Return the bytes of a handoff, and what each round took by case."""
     schema = make_schema(LAYOUT, None, PAGE_SIZE)
     num_pages = (mib << 20) // page_bytes(schema)
     keys = KeyPair.generate()
@@ -109,38 +116,40 @@ def measure(mib: int, rounds: int) -> tuple[int, dict[Case, list[float]]]:
     ]
     memory, expected = (make_memory(schema, num_pages) for _ in range(2))
     clients = [HandoffClient(make_endpoint(case, "d", memory, keys)) for case in CASES]
-    seconds: dict[Case, list[float]] = {case: [] for case in CASES}
+    found: dict[Case, list[Taken]] = {case: [] for case in CASES}
     for round_number in range(rounds + 1):
         for number, case in enumerate(CASES):
             unit = Unit(f"r{number}", 0, round_number)
             pipe.send((number, unit, len(CASES) * round_number + number))
-            pipe.recv()
             if round_number == 0:
                 memory.pages[:] = 0
+            cpu_s = -pipe.recv() - time.process_time()
             taken_s = pull(clients[number], peers[number], unit, num_pages)
+            cpu_s += time.process_time() + pipe.recv()
             assert round_number or np.array_equal(memory.pages[:, 1:], expected.pages[:, 1:]), f"{case}: bytes differ"
             if round_number:
-                seconds[case].append(taken_s)
-            time.sleep(0.01)  # the acknowledgement ends the ticket
+                found[case].append(Taken(taken_s, cpu_s))
     pipe.send(None)
     for client in clients:
         client.close()
     memory.close()
     expected.close()
     process.join(10)
-    return num_pages * page_bytes(schema), seconds
+    return num_pages * page_bytes(schema), found
 
 
-def rows_of(num_bytes: int, seconds: dict[Case, list[float]]) -> Iterator[dict[str, Any]]:
+def rows_of(num_bytes: int, found: dict[Case, list[Taken]]) -> Iterator[dict[str, Any]]:
     """Yield one row per way."""
     for what, transport, has_keys in WAYS:
         row: dict[str, Any] = {f"pages of {page_bytes(make_schema(LAYOUT, None, PAGE_SIZE)) >> 20} MiB": what}
         for has_checksums in (True, False):
-            taken = seconds[Case(what, transport, has_keys, has_checksums)]
-            clear = seconds[Case(*WAYS[0], has_checksums)]
+            taken = found[Case(what, transport, has_keys, has_checksums)]
+            clear = found[Case(*WAYS[0], has_checksums)]
             named = f"checksums {'on' if has_checksums else 'off'}"
-            row[named] = round(num_bytes / statistics.median(taken) / 1e9, 2)
-            row[f"{named}, of zmq without keys"] = ratio(clear, taken)
+            row[named] = round(num_bytes / statistics.median(each.seconds for each in taken) / 1e9, 2)
+            of_clear = ratio([each.seconds for each in clear], [each.seconds for each in taken])
+            row[f"{named}: ratio"] = round(of_clear, 2)
+            row[f"{named}: CPU, s per GB"] = round(statistics.median(each.cpu_s for each in taken) * 1e9 / num_bytes, 2)
         yield row
 
 
