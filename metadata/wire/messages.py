@@ -19,7 +19,16 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, field
 
-from .data_link import CudaWelcome, LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome, RankWelcome
+from .data_link import (
+    CudaWelcome,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
+    PagePortWelcome,
+    RankHello,
+    RanksWelcome,
+    RankWelcome,
+)
 from .membership import (
     Drain,
     Flush,
@@ -290,7 +299,8 @@ ToRouter = OfNode | OfWork
 OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
-ToDecode = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
+OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | PagePortWelcome | LinkRefused
+ToDecode = OfLink | Offer | Pages | Revoke | UnknownClaim
 
 to_router_decoder = msgspec.msgpack.Decoder(ToRouter)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)
