@@ -21,6 +21,7 @@ from msgspec import Meta, field
 
 from .data_link import CudaWelcome, LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome, RankWelcome
 from .membership import (
+    CachedPages,
     Drain,
     Flush,
     Heartbeat,
@@ -33,6 +34,7 @@ from .membership import (
     Refusal,
     RouterHeartbeat,
     RouterMessage,
+    TellPages,
     TokenizerFile,
     Welcome,
 )
@@ -284,10 +286,10 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 
 # --- all messages by direction -------------------------------------------------------------------------------------
 
-OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | Leaving
+OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
 ToRouter = OfNode | OfWork
-OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | Drain
+OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
 ToDecode = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
