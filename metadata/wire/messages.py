@@ -30,6 +30,7 @@ from .data_link import (
     RankWelcome,
 )
 from .membership import (
+    CachedPages,
     Drain,
     Flush,
     Heartbeat,
@@ -42,6 +43,7 @@ from .membership import (
     Refusal,
     RouterHeartbeat,
     RouterMessage,
+    TellPages,
     TokenizerFile,
     Welcome,
 )
@@ -293,10 +295,10 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 
 # --- all messages by direction -------------------------------------------------------------------------------------
 
-OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | Leaving
+OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
 ToRouter = OfNode | OfWork
-OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | Drain
+OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
 OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | PagePortWelcome | LinkRefused
