@@ -1,4 +1,4 @@
-"""A rolling update of all nodes with streams running, in pods of podman as the manifests of deploy/kubernetes describe them.
+"""A rolling update of all nodes with streams running, in pods of podman as deploy/kubernetes describes them.
 
     python tests/chaos/rolling_update.py --streams 8
 
