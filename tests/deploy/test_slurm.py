@@ -31,9 +31,10 @@ command = sys.argv[1:]
 while command[0].startswith("--"):
     command.pop(0)
 host = next((flag.split("=")[1] for flag in flags if flag.startswith("--nodelist=")), "host2")
+inherited = [name for name in os.environ if name.startswith(("SLURM_GPUS", "SLURM_CPUS", "SLURM_NTASKS"))]
 name = next(flag.split("=")[1] for flag in flags if flag.startswith("--job-name="))
 os.environ |= {{"SLURMD_NODENAME": host, "STEP": name, "SRUN": json.dumps(sys.argv[1 : len(sys.argv) - len(command)])}}
-sys.exit(subprocess.call(command))
+sys.exit(f"srun also reads {{inherited}}" if inherited else subprocess.call(command))
 """,
     # one file per start; it stays until the job drains
     "baton": """#!/bin/bash
@@ -53,6 +54,10 @@ case $* in
 "requeue 7") echo > "$JOB/requeued" ;;
 *) echo "$*" >> "$JOB/unknown" ;;
 esac
+""",
+    "squeue": """#!/bin/bash
+[ "$*" = "--steps --noheader --jobs=7 --format=%j" ] || echo "$*" >> "$JOB/unknown"
+ls "$JOB" | sed -n 's/\\.start$//p'
 """,
     "scancel": """#!/bin/bash
 [ "$*" = "--signal=TERM 7" ] || echo "$*" >> "$JOB/unknown"
@@ -74,6 +79,7 @@ class Job:
             (commands / name).write_text(text)
             (commands / name).chmod(0o755)
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_SUBMIT_DIR": str(self.submitted)}
+        slurm |= {"SLURM_GPUS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "18", "SLURM_NTASKS": "2"}
         self.environ = {"PATH": f"{commands}:{os.environ['PATH']}", "JOB": str(self.folder), "REFUSED": "", **slurm}
         self.process = subprocess.Popen(["bash", str(SCRIPT)], env=self.environ | environ, stdout=subprocess.PIPE)
 

@@ -17,6 +17,7 @@ from cluster import Cluster, Process, free_port, wait_until
 from own_mtp import with_mtp
 
 from baton.deploy import cli
+from baton.metadata.bus.addresses import PAGE_PORTS
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.messages import Renew
 from baton.metadata.wire.protocol import PROTOCOL_MAX
@@ -130,14 +131,15 @@ def test_unlike_numbers_of_ranks_hand_pools_beside_that_of_kv_over(
 
 @pytest.mark.timeout(300)
 @pytest.mark.whole
-def test_keys_protect_the_links_of_ranks(new_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["aes", "zmq"])
+def test_keys_protect_the_links_of_ranks(transport: str, new_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """Each node has a key of its own, which its ranks share. Who has none gets no answer of any rank."""
     cluster, allow_list = new_cluster(), tmp_path / "allow-list"
     names = ("router", "prefill-1", "decode-1", "prefill-2", "decode-2")
     assert not any(cli.main(["keys", str(tmp_path / f"{each}.key"), "--allow-list", str(allow_list)]) for each in names)
 
     def keys(name: str) -> list[str]:
-        return ["--keys", str(tmp_path / f"{name}.key"), "--allow-list", str(allow_list), "--transport", "zmq"]
+        return ["--keys", str(tmp_path / f"{name}.key"), "--allow-list", str(allow_list), "--transport", transport]
 
     cluster.start_router(*keys("router")[:-2])
     for role in ("prefill", "decode"):
@@ -152,9 +154,10 @@ def test_keys_protect_the_links_of_ranks(new_cluster: Callable[..., Cluster], tm
     cluster.wait_ready(num_nodes=2)
     assert answers(cluster, BODIES) == expected
     for rank in (0, 1):
-        assert f"decode-2{'/rank-1' * rank} linked to prefill node prefill-2, pages travel by zmq" in decode.log
+        assert f"decode-2{'/rank-1' * rank} linked to prefill node prefill-2, pages travel by {transport}" in decode.log
         assert not is_answered(port + rank)
-    assert "prefill-2/rank-1 decode node decode-2 linked, pages travel by zmq" in prefill.log
+        assert transport != "aes" or not is_answered(port + PAGE_PORTS + rank)
+    assert f"prefill-2/rank-1 decode node decode-2 linked, pages travel by {transport}" in prefill.log
 
 
 def is_answered(port: int) -> bool:
