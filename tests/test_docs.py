@@ -25,7 +25,7 @@ MAX_COLUMNS = 100
 SCRIPTS = [path for folder in ("deploy", "tests") for path in (ROOT / folder).rglob("*.py")]
 COMMANDS = tuple(SUMMARIES)
 # Of every command; of systemctl, buildah, kubectl, and Slurm's sbatch and scancel.
-OTHERS_FLAGS = {"--help", "--now", "--target", "--build-arg", "--from-file", "--from-literal", "--timeout"}
+OTHERS_FLAGS = {"--help", "--now", "--target", "--build-arg", "--from-file", "--from-literal"}
 OTHERS_FLAGS |= {"--batch", "--cpus-per-task", "--gpus-per-node", "--nodes", "--signal", "--time"}
 
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join((*PRODUCT, 'docs', 'tests'))})/[\w./-]*")

@@ -110,6 +110,7 @@ def test_every_document_is_valid(name: str) -> None:
     documents = rendered(name)
     names = [(each["kind"], each["metadata"]["name"]) for each in documents]
     assert len(set(names)) == len(names)
+    assert {each["metadata"].get("namespace") for each in documents if each["kind"] != "Namespace"} == {"baton"}
     for each in documents:
         if each["kind"] in CUSTOM:
             assert each["apiVersion"] == CUSTOM[each["kind"]]["apiVersion"]
