@@ -67,6 +67,12 @@ class NodeConfig(ProcessConfig):
         "authenticated by the --keys, and nobody can change one. Both nodes must say so",
     )
     checksums: bool = setting(True, "check every KV page after its transfer; without it, damaged pages go unnoticed")
+    kv_events: str | None = setting(
+        None,
+        "publish the pages of the prefix cache at this address for routers of other systems, in the format of vLLM's "
+        "KV events; whoever reaches it reads all prompts (default: publish nothing)",
+        metavar="tcp://HOST:PORT",
+    )
     drain_timeout_s: float = setting(30.0, "after SIGTERM, give running requests this many seconds to finish")
 
     def __post_init__(self) -> None:
