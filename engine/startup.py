@@ -13,6 +13,7 @@ from ..metadata.bus.addresses import parse_address, require_keys
 from ..metadata.bus.allow_list import RANK, ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
+from ..metadata.bus.router_addresses import router_entries
 from ..metadata.bus.sockets import new_epoch as new_epoch
 from ..metadata.cache.kv_events import KvEvents
 from ..metadata.errors import ConfigError, RankLost, Refused
@@ -234,7 +235,7 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
         )
     if keys is not None and name == ROUTER:
         raise ConfigError(f"--keys {config.keys}: allow-list {config.allow_list} says that this is the router's key")
-    for address in (config.router, *addresses):
+    for address in (*router_entries(config.router), *addresses):
         require_keys(address, keys)
         parse_address(address)
     return keys

@@ -47,7 +47,10 @@ class NodeConfig(ProcessConfig):
     """Settings of every node: how it meets the router and other nodes."""
 
     router: str = setting(
-        "tcp://127.0.0.1:5700", "join the router at this address, its --node-address", metavar="tcp://HOST:PORT"
+        "tcp://127.0.0.1:5700",
+        "join the router at this address, its --node-address; join all routers of a list with commas, and of a name "
+        "that resolves to several addresses",
+        metavar="tcp://HOST:PORT",
     )
     node_id: str | None = setting(None, "give this node a name, unique in the cluster (default: role-host-pid)")
     bind_host: str = setting(
