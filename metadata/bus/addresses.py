@@ -43,10 +43,18 @@ class Address:
     @property
     def needs_ipv6(self) -> bool:
         """True for an IPv6 literal, and for a name that resolves to IPv6 addresses only."""
+        return bool(self.is_ipv6_only())
+
+    def is_ipv6_only(self) -> bool | None:
+        """Return whether the host has IPv6 addresses only; None if it is a name that stands for nothing now. This may
+        wait for a name server."""
         literal = _ip_literal(self.host)
         if literal is not None:
             return literal.version == 6
-        return self.scheme == "tcp" and self.host != "*" and _resolves_to_ipv6_only(self.host)
+        if self.scheme == "ipc" or self.host == "*":
+            return False
+        families = _families(self.host)
+        return families == {socket.AF_INET6} if families else None
 
     def __str__(self) -> str:
         if self.scheme == "ipc":
@@ -141,9 +149,9 @@ def _ip_literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
         return None
 
 
-def _resolves_to_ipv6_only(host: str) -> bool:
+def _families(host: str) -> set[socket.AddressFamily]:
+    """Return the families of the addresses that a name stands for now."""
     try:
-        families = {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        return {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        return False
-    return families == {socket.AF_INET6}
+        return set()

@@ -115,7 +115,7 @@ class Approach:
 
 class Link:
     """The connection to the router; used by one thread. `socket` may be polled together with others. It is replaced
-    when the router's key is replaced.
+    when the router's key or the family of its addresses changes.
 
     The link connects by itself, whether the router runs already or not, and again after every break. session.py decides
     what that means for the node. Raises ConfigError as `connect_dealer` does.
@@ -147,10 +147,7 @@ class Link:
         """Return the messages that have arrived, at most `limit`; never wait. Malformed ones are counted and left
         out."""
         if self._router_key is not None and self._router_key.is_replaced():
-            logger.warning("the router has another key now: connecting anew")
-            self._close_sockets()
-            self.socket, self._monitor = self._connect()
-            self._connection = None
+            self._connect_anew("the router has another key now")
         self._watch()
         messages: list[ToNode] = []
         for _ in range(limit):
@@ -164,6 +161,11 @@ class Link:
                 self._dropped.add(b"router", error)
         self.received += len(messages)
         return messages
+
+    def follow_family(self, *, is_ipv6: bool) -> None:
+        """Connect anew if there is no connection and the router's name has addresses of another family now."""
+        if self.outlook == "unreachable" and bool(self.socket.ipv6) != is_ipv6:
+            self._connect_anew(f"the router's name stands for addresses of {'IPv6' if is_ipv6 else 'IPv4'} now")
 
     def send(self, message: ToRouter, protocol: int | None = None) -> bool:
         """Queue a message for the router in `protocol` (None: the newest); never wait. Return False, and count it in
@@ -203,6 +205,12 @@ class Link:
             pass
         if self._connection is not None and is_due:
             self._connection.follow_round_trip(UNACKNOWLEDGED_S)
+
+    def _connect_anew(self, why: str) -> None:
+        logger.warning("%s: connecting anew", why)
+        self._close_sockets()
+        self.socket, self._monitor = self._connect()
+        self._connection = None
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return the socket and its monitor."""

@@ -155,6 +155,7 @@ class Membership:
     def receive(self) -> list[RouterWork | RouterGone]:
         """Return the router's work since the last call, in order. Raises Refused if the router refuses this node."""
         self._complain_without_router()
+        self._link.follow_family(is_ipv6=self._heartbeat.is_ipv6)
         work: list[RouterWork | RouterGone] = []
         todo = self._session.take(self._link.receive())
         num_welcomes = sum(isinstance(item, Joined) for item in todo)
