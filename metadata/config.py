@@ -49,7 +49,11 @@ class NodeConfig(ProcessConfig):
     router: str = setting(
         "tcp://127.0.0.1:5700", "join the router at this address, its --node-address", metavar="tcp://HOST:PORT"
     )
-    node_id: str | None = setting(None, "give this node a name, unique in the cluster (default: role-host-pid)")
+    node_id: str | None = setting(
+        None,
+        "give this node a name, unique in the cluster (default: role-host-pid, in a container with random digits in "
+        "place of the pid)",
+    )
     bind_host: str = setting(
         "127.0.0.1",
         "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it. Of "
@@ -59,6 +63,12 @@ class NodeConfig(ProcessConfig):
         "auto",
         "move KV pages by cuda (between GPUs of one host), local (shared memory of one host) or zmq (between any "
         "hosts); auto takes the first of these that both nodes can use",
+    )
+    shared_dir: str | None = setting(
+        None,
+        "share memory with nodes in other containers of this host through Unix sockets in this directory, which all of "
+        "them mount (default: with nodes in the same network namespace, such as those of one pod)",
+        metavar="DIR",
     )
     checksums: bool = setting(True, "check every KV page after its transfer; without it, damaged pages go unnoticed")
     drain_timeout_s: float = setting(30.0, "after SIGTERM, give running requests this many seconds to finish")
