@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _TCP = re.compile(r"tcp://(\[(?P<ipv6>[0-9A-Fa-f:.]+(%\w+)?)\]|(?P<host>[A-Za-z0-9_.*-]+)):(?P<port>\d{1,5}|\*)")
 _HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:\[\]]+):(\d{1,5}|\*)")
+PAGE_PORTS = 500
 _MAX_PORT = 65535
 _MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
@@ -43,18 +44,10 @@ class Address:
     @property
     def needs_ipv6(self) -> bool:
         """True for an IPv6 literal, and for a name that resolves to IPv6 addresses only."""
-        return bool(self.is_ipv6_only())
-
-    def is_ipv6_only(self) -> bool | None:
-        """Return whether the host has IPv6 addresses only; None if it is a name that stands for nothing now. This may
-        wait for a name server."""
         literal = _ip_literal(self.host)
         if literal is not None:
             return literal.version == 6
-        if self.scheme == "ipc" or self.host == "*":
-            return False
-        families = _families(self.host)
-        return families == {socket.AF_INET6} if families else None
+        return self.scheme == "tcp" and self.host != "*" and _resolves_to_ipv6_only(self.host)
 
     def __str__(self) -> str:
         if self.scheme == "ipc":
@@ -127,6 +120,16 @@ def address_of_rank(host: str, rank: int) -> str:
     return str(replace(address, port=port))
 
 
+def page_port_of(address: str) -> str | None:
+    """Return where a node that was told to listen at `address` for data links listens for pages: at any free port, or,
+    if it was told the port, at the port PAGE_PORTS above. None: there is no such port, or the address is a path."""
+    parsed = parse_address(address)
+    port = None if parsed.port is None else parsed.port + PAGE_PORTS
+    if parsed.scheme != "tcp" or (port or 0) > _MAX_PORT:
+        return None
+    return str(replace(parsed, port=port))
+
+
 def host_identity() -> str:
     """Return a digest (32 hex digits) that is equal for two processes exactly if one may open the other's
     /proc/PID/fd/N: same boot of the same kernel, same user and group, same pid, mount and user namespaces. If the
@@ -142,6 +145,11 @@ def host_identity() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
+def is_literal(host: str) -> bool:
+    """Return whether a host is an IP address, not a name."""
+    return _ip_literal(host) is not None
+
+
 def _ip_literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host)
@@ -149,9 +157,9 @@ def _ip_literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
         return None
 
 
-def _families(host: str) -> set[socket.AddressFamily]:
-    """Return the families of the addresses that a name stands for now."""
+def _resolves_to_ipv6_only(host: str) -> bool:
     try:
-        return {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        families = {entry[0] for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError):
-        return set()
+        return False
+    return families == {socket.AF_INET6}

@@ -93,6 +93,7 @@ class Approach:
 
     def __init__(self) -> None:
         self.outlook: Outlook = "unreachable"
+        self.cut_at: float | None = None  # when the last connection ended; None: it stands, or there was none
         self._connected_at: float | None = None  # of a handshake under way
 
     def take(self, event: int, now: float) -> None:
@@ -103,8 +104,10 @@ class Approach:
                 self.outlook = "too slow"
             return
         begun, self._connected_at = self._connected_at, None
+        if self.outlook == "connected" and event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.cut_at = now
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.outlook = "connected"
+            self.outlook, self.cut_at = "connected", None
         elif event & _REFUSALS:
             self.outlook = "refused"
         elif event == zmq.EVENT_CLOSED or self.outlook == "connected":
@@ -115,7 +118,7 @@ class Approach:
 
 class Link:
     """The connection to the router; used by one thread. `socket` may be polled together with others. It is replaced
-    when the router's key or the family of its addresses changes.
+    when the router's key is replaced.
 
     The link connects by itself, whether the router runs already or not, and again after every break. session.py decides
     what that means for the node. Raises ConfigError as `connect_dealer` does.
@@ -147,7 +150,10 @@ class Link:
         """Return the messages that have arrived, at most `limit`; never wait. Malformed ones are counted and left
         out."""
         if self._router_key is not None and self._router_key.is_replaced():
-            self._connect_anew("the router has another key now")
+            logger.warning("the router has another key now: connecting anew")
+            self._close_sockets()
+            self.socket, self._monitor = self._connect()
+            self._connection = None
         self._watch()
         messages: list[ToNode] = []
         for _ in range(limit):
@@ -161,11 +167,6 @@ class Link:
                 self._dropped.add(b"router", error)
         self.received += len(messages)
         return messages
-
-    def follow_family(self, *, is_ipv6: bool) -> None:
-        """Connect anew if there is no connection and the router's name has addresses of another family now."""
-        if self.outlook == "unreachable" and bool(self.socket.ipv6) != is_ipv6:
-            self._connect_anew(f"the router's name stands for addresses of {'IPv6' if is_ipv6 else 'IPv4'} now")
 
     def send(self, message: ToRouter, protocol: int | None = None) -> bool:
         """Queue a message for the router in `protocol` (None: the newest); never wait. Return False, and count it in
@@ -188,6 +189,12 @@ class Link:
         """How far the last attempt to connect had come at the last `receive`."""
         return self._approach.outlook
 
+    @property
+    def cut_s(self) -> float:
+        """For how long there has been no connection, after one had stood; 0 otherwise. As of the last `receive`."""
+        cut_at = self._approach.cut_at
+        return 0.0 if cut_at is None else time.monotonic() - cut_at
+
     def _watch(self) -> None:
         """Take the events of the connection. While it stands, once per second: to ask for events takes 10 us."""
         is_due = self._looks.is_due()
@@ -205,12 +212,6 @@ class Link:
             pass
         if self._connection is not None and is_due:
             self._connection.follow_round_trip(UNACKNOWLEDGED_S)
-
-    def _connect_anew(self, why: str) -> None:
-        logger.warning("%s: connecting anew", why)
-        self._close_sockets()
-        self.socket, self._monitor = self._connect()
-        self._connection = None
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return the socket and its monitor."""

@@ -20,12 +20,10 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..logs import Throttle
 from ..wire.frames import encode
 from ..wire.membership import Heartbeat
 from ..wire.node_info import Load, NodeStats
 from ..wire.protocol import PROTOCOL_MIN
-from .addresses import parse_address
 from .connections import TcpConnection, time_limit_s
 from .curve import KeyPair
 from .link import connect_dealer, router_key
@@ -37,7 +35,6 @@ MAX_SILENCE_S = 6.0  # a node whose heartbeats come late is dead after so long a
 MEAN_GAPS = 4.0  # a node is dead after so many mean gaps between its heartbeats, and not before PEER_SILENCE_S
 _NEW_SHARE = 0.1  # of the last gap in the mean
 
-_NAME_LOOK_S = 2.0  # between two looks at the router's name while there is no connection
 _MAX_FRAME_BYTES = 1024  # nobody writes to a heartbeat socket
 _MAX_CHECK_GAP_S = 0.3  # the router checks four times per second
 
@@ -81,8 +78,6 @@ class HeartbeatThread:
             self._context.term()
             raise
         self._interval_s, self._rank_silences_s = interval_s, rank_silences_s
-        self.is_ipv6 = bool(self._socket.ipv6)  # whether the router is looked for at its IPv6 addresses alone
-        self._name_looks = Throttle(_NAME_LOOK_S)
         # each is one reference, replaced as a whole, so the thread never sees half of a change
         self._phase = _Phase(0, "starting", time.monotonic(), 60.0)
         self._figures = (load, NodeStats())
@@ -152,18 +147,9 @@ class HeartbeatThread:
                     self._num_lost, self._connection = agreed.num_welcomes, None
         return agreed.protocol if agreed.num_welcomes > self._num_lost else PROTOCOL_MIN
 
-    def _look_at_name(self) -> None:
-        """While there is no connection, look of which family the addresses are that the router's name stands for. A
-        socket keeps to the family with which it was made, and the name may have been unknown then. This thread looks
-        because a name server may take seconds."""
-        if self._connection is None and self._name_looks.is_due():
-            found = parse_address(self._address).is_ipv6_only()
-            self.is_ipv6 = self.is_ipv6 if found is None else found
-
     def _run(self) -> None:
         while True:
-            self._look_at_name()
-            if self._socket.ipv6 != self.is_ipv6 or (self._router_key is not None and self._router_key.is_replaced()):
+            if self._router_key is not None and self._router_key.is_replaced():
                 self._close_sockets()
                 self._socket, self._monitor = self._open()
                 self._num_lost, self._connection = self._agreed.num_welcomes, None

@@ -1,5 +1,5 @@
 """Two nodes in network, mount and process namespaces share memory if one can hand the other a descriptor, and use
-ZeroMQ otherwise."""
+the network otherwise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_containers_of_one_host_share_memory_by_a_directory(
     cluster = new_cluster()
     with tempfile.TemporaryDirectory() as directory:  # the path of a socket must be short
         cluster.node_flags = ["--shared-dir", directory] if is_shared else []
-        assert transport_of(cluster) == ("local" if is_shared else "zmq")
+        assert transport_of(cluster) == ("local" if is_shared else "aes")
         cluster.close()
 
 

@@ -63,7 +63,7 @@ def test_the_commands_of_the_docs_start_baton_on_three_hosts(by_hand: ByHand) ->
         replaced = {"DIR": str(DEMO), "cluster.key": str(by_hand.keys)}
         start_by_hand(by_hand, "operations.md", "Several hosts", replaced)
         assert by_hand.complete("def main(", max_tokens=20, temperature=0)["usage"]["completion_tokens"] > 1
-        assert "pages travel by zmq" in by_hand.processes["host2"].log
+        assert "pages travel by aes" in by_hand.processes["host2"].log
         names = [node["node_id"] for node in by_hand.nodes()]  # of first processes, whose ids are alike
         assert len(names) == 2 and all(re.fullmatch(r"(prefill|decode)-.+-[0-9a-f]{8}", name) for name in names), names
         by_hand.api_key = "wrong"
@@ -108,7 +108,7 @@ def test_nodes_find_a_router_whose_name_is_new(new_cluster: Callable[..., HostCl
     cluster = new_cluster("router", "decode-0", family="ipv6")
     cluster.network.write_names(without="router")
     node = cluster.start_wanted("decode-0")
-    wait_until(lambda: "looking for the router" in node.log, lambda: node.log)
+    wait_until(lambda: "cannot be resolved" in node.log, lambda: node.log)
     cluster.start_router()
     cluster.network.write_names()
     wait_until(lambda: "joined router" in node.log, lambda: node.log)
