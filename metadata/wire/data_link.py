@@ -15,11 +15,13 @@ MAX_RANKS = 256
 
 RankIndex = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 RankCount = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+SealingKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class LinkHello(Message, frozen=True, tag="link_hello"):
-    """The decode node opens the link. `transports` are those that it can use, best first. Two nodes with equal `host`
-    can share memory. `inbox` is where the node receives file descriptors (descriptors.py); empty if it needs none."""
+    """The decode node opens the link. `transports` are those that it can use, best first. `inbox` names the place where
+    the node receives file descriptors (descriptors.py); empty if it needs none. Two nodes can share memory if the inbox
+    is in the prefill node's reach. Before protocol 8, and without an inbox, they can if their `host` is equal."""
 
     node_id: Name
     epoch: Digest
@@ -53,7 +55,8 @@ class RankHello(LinkHello, frozen=True, tag="rank_hello", kw_only=True):
 
 class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     """The link is open. If `transport` is `local`, the pools are /proc/PID/fd/FD of the prefill node, one fd per pool,
-    with sizes in bytes."""
+    with sizes in bytes. With a `token` their descriptors, or those of the generations, went to the decode node's
+    inbox."""
 
     node_id: Name
     epoch: Digest
@@ -64,6 +67,7 @@ class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     fds: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
     sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
     num_tails: Annotated[Count, Since(8)] = 0  # tail pages in its pools, numbered behind the others
+    token: Annotated[bytes, Meta(max_length=16), Since(8)] = b""
 
 
 class CudaWelcome(LinkWelcome, frozen=True, tag="cuda_welcome", kw_only=True):
@@ -90,6 +94,19 @@ class RanksWelcome(LinkWelcome, frozen=True, tag="ranks_welcome", kw_only=True):
     since: ClassVar[int] = 6
 
     addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class PagePortWelcome(LinkWelcome, frozen=True, tag="page_port_welcome", kw_only=True):
+    """LinkWelcome for transports whose pages come from the prefill node's page port (metadata/handoff/page_port.py).
+    The decode node connects once, as `guest` with `password`. The keys are those of its pulls and of the pages."""
+
+    since: ClassVar[int] = 8
+
+    port: Annotated[int, Meta(ge=1, le=65535)]  # at the host of the data link's address
+    guest: Digest
+    password: Digest
+    pull_key: SealingKey
+    page_key: SealingKey
 
 
 class LinkRefused(Message, frozen=True, tag="link_refused"):

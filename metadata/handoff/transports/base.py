@@ -3,9 +3,10 @@ process writes the memory of another.
 
 A transport is one subclass of `Transport` in a file of its own, and one line in registry.py. The class says
 
-    name, needs_*, since           the pairs of nodes for which it works (`can_reach`, `can_serve`)
+    name, needs_*, is_*, since     the pairs of nodes for which it works (`can_reach`, `can_serve`)
     welcome, prepare               the prefill node's part: publish its pools, and prepare pages before each offer
     open, step, receive, forget    the decode node's part: move the pages
+    sockets, read, ask             if they come on a socket of the transport's own
 
 The decode node lists its transports in LinkHello, best first. The prefill node answers with LinkWelcome, or a message
 derived from it, and names the first that works. An instance belongs to one open link of a decode node. `HandoffClient`
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, Self
 
+import zmq
 from msgspec import Struct
 
 from ...errors import ProtocolError
@@ -35,6 +37,7 @@ from ..ranks.shards import PagePart
 from ..schema.kv_layout import KvLayout
 
 POLL_BYTES = 64 << 20  # most bytes of pages that a node copies before other work gets its turn
+INBOX_SINCE = 8  # the protocol in which descriptors of host memory go to the inbox
 PULL_BYTES = 4 << 20  # most bytes of pages that one Pull may ask for; it may always ask for one page
 
 
@@ -88,6 +91,19 @@ class PullTeam(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerHost:
+    """Where a prefill node is, for transports that connect to it: the address of its data links, and how long the
+    handshake there and a round trip take, seconds."""
+
+    data_address: str
+    has_keys: bool  # the data link is under CURVE
+    context: zmq.Context[zmq.Socket[bytes]]
+    clock: Callable[[], float]
+    handshake_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PullEnd:
     """The decode node's part of an open transport: its pools, and a function that asks the peer for pages."""
 
@@ -98,15 +114,29 @@ class PullEnd:
     part: PagePart | None = None  # of each page that comes over the link; None: the whole page
     team: PullTeam | None = None  # on the link of rank 0 that has the tickets
     protocol: int = PROTOCOL_MIN  # the peer is addressed in it
+    peer: PeerHost | None = None
+
+
+def is_near(hello: LinkHello, host: str) -> bool:
+    """Return whether a prefill node on `host` and the decode node that said this hello can share memory: by the inbox
+    of the hello, which is in reach, or because one may open the other's /proc/PID/fd."""
+    return hello.host == host or shares_by_inbox(hello)
+
+
+def shares_by_inbox(hello: LinkHello) -> bool:
+    """Return whether the decode node that said this hello takes host memory from its inbox, which is in reach."""
+    return bool(hello.inbox) and known(hello.protocol) >= INBOX_SINCE
 
 
 class Transport(ABC):
     """Moves the pages of one peer into `memory` (target pool, then draft), or a `part` of each page."""
 
     name: ClassVar[str]
-    needs_same_host: ClassVar[bool] = False  # it reads the peer's memory
+    needs_same_host: ClassVar[bool] = False  # it reads the peer's memory (`is_near`)
     needs_device: ClassVar[bool] = False  # the pools of both nodes must lie on GPUs
     needs_inbox: ClassVar[bool] = False  # the decode node must have an inbox for file descriptors
+    needs_page_port: ClassVar[bool] = False  # pages come from the prefill node's page port, so both need keys
+    is_readable: ClassVar[bool] = False  # on the network; nodes with keys use it only if the operator has said so
     since: ClassVar[int] = PROTOCOL_MIN  # the first protocol that has its welcome
 
     def __init__(self, memory: Sequence[PageMemory], part: PagePart | None = None) -> None:
@@ -125,9 +155,9 @@ class Transport(ABC):
     @classmethod
     def can_reach(cls, hello: LinkHello, host: str) -> bool:
         """Return whether this transport works between a prefill node on `host` (host_identity) and the decode node that
-        said this hello."""
+        said this hello, whose inbox is left only if it is in reach."""
         return (
-            (not cls.needs_same_host or hello.host == host)
+            (not cls.needs_same_host or is_near(hello, host))
             and (not cls.needs_inbox or bool(hello.inbox))
             and known(hello.protocol) >= cls.since
         )
@@ -169,11 +199,27 @@ class Transport(ABC):
         """The unit for which the device has no memory, when `step` has said so: that of the first queued move."""
         return self._queue[0].unit
 
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets of this transport that the loop polls for input."""
+        return []
+
+    def read(self) -> tuple[Pages, memoryview] | None:
+        """Return the next message of pages on a socket of this transport, for `receive`; None if none waits. Raises
+        ProtocolError if it is not one of the peer's."""
+        return None
+
+    def ask(self) -> bool:
+        """Ask the peer whether it has read the requests for pages, because answers stay away. If it has and they were
+        lost, `step` raises TransferError. Return False if the pages come over the data link, which asks itself."""
+        return False
+
     @abstractmethod
     def step(self, max_bytes: int) -> Iterator[Landed]:
         """Continue with the queued moves and copy about `max_bytes` at most. Each page is yielded before the next is
         copied, so that the caller checks it while it lies in the processor's cache. Raises OutOfMemory, after the last
-        page, if the device has no memory for queued moves, which stay queued."""
+        page, if the device has no memory for queued moves, which stay queued; TransferError if no page can come any
+        more; and Unreachable if another transport may have a way."""
 
     def receive(self, message: Pages, data: memoryview) -> Iterator[Landed]:  # noqa: ARG002
         """Take the peer's pages, one after the other. If the caller stops iterating, the rest is not written. Raises

@@ -141,7 +141,8 @@ def test_pools_that_cannot_be_shared_are_not_offered_for_mapping(monkeypatch: py
 
 
 def test_no_page_of_a_gpu_is_mapped_from_another_host(pair: GpuPair) -> None:
-    pair.client._links.hello = msgspec.structs.replace(pair.client._links.hello, host="elsewhere")
+    there = {"host": "elsewhere", "inbox": "baton-" + "0" * 32}
+    pair.client._links.hello = msgspec.structs.replace(pair.client._links.hello, **there)
     pair.offer()
     pair.claim()
     assert pair.spin().times.transport == "zmq" and not pair.ours.mappings
@@ -309,6 +310,14 @@ def test_transports_are_named_best_first() -> None:
     assert transports(EngineConfig(), on_cpu) == ("local", "zmq")  # type: ignore[arg-type]
     assert transports(EngineConfig(), on_gpu) == ALL  # type: ignore[arg-type]
     assert transports(EngineConfig(transport="zmq"), on_gpu) == ("zmq",)  # type: ignore[arg-type]
+    with_keys = EngineConfig(keys="a.key"), EngineConfig(keys="a.key", plain_pages=True)
+    assert [transports(each, on_cpu) for each in with_keys] == [  # type: ignore[arg-type]
+        ("local", "aes", "zmq"),
+        ("local", "plain", "aes", "zmq"),
+    ]
+    for transport, words in (("aes", "--keys FILE"), ("plain", "--plain-pages on both nodes")):
+        with pytest.raises(ConfigError, match=f"transport {transport} needs {words}"):
+            transports(EngineConfig(transport=transport), on_cpu)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="transport cuda needs device cuda, this node is on cpu"):
         transports(EngineConfig(transport="cuda"), on_cpu)  # type: ignore[arg-type]
 

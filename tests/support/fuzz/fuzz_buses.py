@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -19,6 +19,8 @@ from wire import Wire
 
 from baton.engine.checkpoint.model_card import read_tokenizer
 from baton.engine.checkpoint.model_check import DEMO
+from baton.engine.state.pages import PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import Received
@@ -26,7 +28,7 @@ from baton.metadata.errors import BatonError, Refused, RequestError
 from baton.metadata.logs import Throttle
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import encode
-from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger
+from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
@@ -233,21 +235,11 @@ class RouterTarget(Target):
         return rng.choices(makers, (4, 6, 2, 2, 2, 2, 2, 0.05, 0.5, 3))[0]()
 
 
-class _Books:
-    def tail_ledger(self) -> None:
-        return None
-
-    def ledger(self) -> PoolLedger:
-        return PoolLedger(free=1, padding=1, request=0, ticket=0, cache=0, cache_referenced=0)
-
-    def flush(self) -> None: ...
-
-
 class _Member:
     """A node that holds nothing."""
 
     is_idle = True
-    cache = _Books()
+    cache = PrefixCache(PagePool(2, 16))
 
     def load(self) -> Load:
         return LOAD
@@ -259,6 +251,9 @@ class _Member:
         return ()
 
     tickets = units
+
+    def num_units(self) -> Counter[str]:
+        return Counter()
 
 
 class MembershipTarget(Target):
@@ -274,9 +269,9 @@ class MembershipTarget(Target):
         file = m.TokenizerFile(digest="t", data=b"")
         self.membership = Membership(make_hello("decode", "d0"), "tcp://127.0.0.1:1", lambda: file, None, 0.0)
         self.membership.member = _Member()  # type: ignore[assignment]
-        self.membership._link.socket.close()
+        self.membership._channels[0].link.socket.close()
         self.dealer = wire.dealer(self.router.address)
-        self.membership._link.socket = self.dealer
+        self.membership._channels[0].link.socket = self.dealer
 
     def feed(self, rng: random.Random) -> None:
         before = self.membership.dropped_frames
