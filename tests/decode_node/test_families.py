@@ -8,6 +8,7 @@ What one node computes equals transformers: tests/engine/models/test_odd_shapes.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 from heads import write_head
 from matrix import ASKS, CELLS, PAGE_SIZE, Plain, Watch, coach, force_steps, run_cell
-from node_pair import NodePair, check_moves, node_pairs
+from node_pair import NodePair, check_moves, node_pairs, params
 from own_mtp import with_mtp, with_qwen_mtp
 from thinned import is_whole, thinned
 
 from baton.engine.rounds import device_executor
+from baton.metadata.handoff.schema.schema import handoff_bytes
 
 SIZES = {"num_attention_heads": 6, "intermediate_size": 96, "hidden_size": 96}  # so that two and three ranks share them
 EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
@@ -165,6 +167,17 @@ def test_ranks_of_any_number_have_the_same_text(
     for case in plain.cases:
         case.check([results[case.ask.name, choice] for choice in range(case.ask.n)])
     assert pair.decode.stats().num_drafted > 0
+
+
+@pytest.mark.whole
+def test_a_handoff_moves_the_bytes_that_the_schema_says(make_pair: Callable[..., NodePair]) -> None:
+    pair = make_pair(draft_steps=2, prefix_cache=False)
+    schema, moved = pair.hellos["decode"].layout, 0
+    for length in (*range(1, 14), 31, 32, 33, 61):
+        pair.submit(f"{length}", random.Random(length).choices(range(1, 512), k=length), params(3))
+        pair.run()
+        moved, before, size = pair.decode.stats().bytes_moved, moved, handoff_bytes(schema, length)
+        assert moved - before == size.target_kv + size.draft_kv, length
 
 
 def test_a_request_that_moved_has_the_same_text(plain: Plain, make_pair: Callable[..., NodePair]) -> None:

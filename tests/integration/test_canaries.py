@@ -7,7 +7,8 @@ after it was computed and before its checksum is computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from thinned import thinned
 
 from baton.engine.checkpoint.model_check import DEMO
 from baton.engine.work import BatchRow
+from baton.metadata.handoff.schema.schema import pools
+from baton.metadata.handoff.transports.base import Landed
+from baton.metadata.handoff.transports.local import LocalTransport
 
 Start = Callable[..., Served]
 BODY = {"prompt": "def main(args): return", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -151,6 +155,71 @@ def spoil_rounds(node: Any) -> None:
         return submit(sequences, *rest)
 
     node.rounds.submit = spoilt
+
+
+TAIL_POOLS = [  # by family: those of windows, of what entries are made of, and of recurrent states
+    *((family, "window") for family in ("gpt_oss", "gemma3_text", "gemma4_text", "mimo_v2_flash", "deepseek_v4")),
+    ("mimo_v2_flash", "window_values"),
+    *(("deepseek_v4", f"{name}_inputs") for name in ("heavy", "sparse", "index")),
+    *(("qwen3_5_text", name) for name in ("delta_states", "delta_rows")),
+]
+UNSEEN = (
+    "heavy_inputs",
+    "sparse_inputs",
+    "index_inputs",
+    "delta_rows",
+)  # one of their numbers may move none of a canary's few tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "pool", "checksums"),
+    thinned(
+        [
+            (*each, checksums)
+            for each in TAIL_POOLS
+            for checksums in (False, True)
+            if checksums or each[1] not in UNSEEN
+        ],
+        lambda i, *_: i < 2,
+    ),
+)
+def test_a_wrong_number_on_a_tail_page_is_found_by_its_digest_or_else_by_the_canary(
+    family: str, pool: str, checksums: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is wrong on its way to one of two decode nodes. That of each page belongs to the page's first token."""
+    with Served(checkpoint(family), checksums=checksums) as served:
+        for role in ("prefill", "decode", "decode"):
+            served.start(role)
+        planted = plant(served.nodes["decode-0"], f"target.{pool}", monkeypatch)
+        served.run(lambda: words(served).get("prefill-0 decode-1") == "ready", 30)
+        served.run(lambda: states(served)["prefill-0 decode-0"] != "untried", 30)
+        reason = states(served)["prefill-0 decode-0"]
+        assert ("checksum" if checksums else "its canary gave") in reason, reason
+        assert bool(served.nodes["decode-0"].stats().checksum_failures) == checksums and planted
+        assert text(served)
+        monkeypatch.undo()
+        expect(served, p0_d0="ready", p0_d1="ready")
+        served.check_books()
+
+
+def plant(node: Node, pool: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Change one number of each page that has landed in a pool of the decode node, of the values if keys lie beside
+    them. Return the pages."""
+    engine, step, planted = engine_of(node), LocalTransport.step, list[int]()
+    [memory] = [each for name, each in zip(pools(engine.schema), engine.memory, strict=True) if name == pool]
+    num_planes = len(memory.layout.planes)
+    offset = memory.layout.page_layer_bytes * (num_planes - 1) // num_planes
+
+    def wrong(self: LocalTransport, max_bytes: int) -> Iterator[Landed]:
+        for landed in step(self, max_bytes):
+            page = landed.move.target
+            if memory in self.memory and memory.holds(page):
+                memory.pages[-1, page - memory.first, offset:].view("<f4")[0] += 100.0
+                planted.append(page)
+            yield landed
+
+    monkeypatch.setattr(LocalTransport, "step", wrong)
+    return planted
 
 
 @pytest.mark.parametrize("algorithm", ["ngram", "standalone", "eagle", "mtp3-deepseek"])

@@ -6,6 +6,7 @@ for few prompts. `whole` has all texts, all lengths and all of oracles/matrix.py
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from node_pair import node_pairs, params
 from own_mtp import with_mtp, with_qwen_mtp
 from safetensors.torch import load_file
+from solo import Solo
 from thinned import thinned
 from ties import Reference
 
@@ -306,6 +308,62 @@ def test_the_handoff_serves_the_text_of_transformers(model: Path, shape: Shape, 
     for rid, ids in prompts.items():
         assert len(results[rid, 0].ids) == NUM_TOKENS
         reference.assert_text(ids, results[rid, 0].ids)
+    print(f"{shape.family}: {reference.counts}")
+    assert reference.num_ties <= 1, reference.counts
+
+
+V4 = [name for name in SHAPES if name.startswith("deepseek-v4")]
+PARTS = [slice(i, None, 5) for i in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    thinned(
+        [("deepseek-v4", slice(7, None, 60)), *itertools.product(dict.fromkeys([*V4, *HANDED_OVER]), PARTS)],
+        lambda i, *_: i == 0,
+    ),
+    indirect=["shape"],
+)
+def test_a_prompt_may_end_at_each_offset_behind_a_hit_at_each_page_edge(model: Path, shape: Shape, part: slice) -> None:
+    """Each of these prompts leaves a cached text one token behind a page's edge. That token is part of the page's key,
+    because the keys of a prediction layer depend on it."""
+    reference, size, base = reference_of(model, shape), shape.page_size, prompt(LONGEST)
+    ends = [(edge, offset) for edge in range(size, LONGEST, size) for offset in range(1, size + 1)]
+    both = settings(shape, num_pages=600, chunk_tokens=23)
+    with node_pairs() as start:
+        pair = start(model, prefill=both, decode=both)
+        for edge, group in itertools.groupby(ends[part], lambda each: each[0]):
+            pair.submit(f"{edge}", base[: edge + 1], params(2))
+            pair.run(timeout_s=170)
+            prompts = {num: base[: edge + 1] + prompt(num - 1, 1000 * edge + num) for _, num in group}
+            for offset, ids in prompts.items():
+                pair.submit(f"{edge} {offset}", ids, params(6))
+            pair.run(timeout_s=170)
+            for offset, ids in prompts.items():
+                result = pair.results[f"{edge} {offset}", 0]
+                assert result.ended is not None and result.ended.num_cached == edge, (edge, offset, result)
+                reference.assert_text(ids, result.ids)
+    print(f"{shape.family}: {reference.counts}")
+    assert reference.num_ties <= 1, reference.counts
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"),
+    thinned(
+        [("deepseek-v4", range(3, 131, 127)), *((name, range(i, i + 52)) for name in V4 for i in range(1, 260, 52))],
+        lambda i, *_: i == 0,
+    ),
+    indirect=["shape"],
+)
+def test_chunks_of_each_size_give_the_text_of_transformers(model: Path, shape: Shape, chunks: range) -> None:
+    """One process computes a prompt of 261 tokens in chunks of so many, and drafts behind it."""
+    reference, ids = reference_of(model, shape), prompt(261)
+    solo = Solo(model, num_pages=300, num_slots=60, **settings(shape))
+    for chunk in chunks:
+        sequence = solo.start(ids, params(8), chunk=chunk)
+        reference.assert_text(ids, solo.run(sequence, 8, 3))
+        assert sequence.tail is not None
+        solo.engine.pool.release(sequence.pages + sequence.tail.own)
     print(f"{shape.family}: {reference.counts}")
     assert reference.num_ties <= 1, reference.counts
 
