@@ -13,7 +13,9 @@ from ..metadata.bus.addresses import parse_address, require_keys
 from ..metadata.bus.allow_list import RANK, ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
+from ..metadata.bus.router_addresses import router_entries
 from ..metadata.bus.sockets import new_epoch as new_epoch
+from ..metadata.cache.kv_events import KvEvents
 from ..metadata.errors import ConfigError, RankLost, Refused
 from ..metadata.garbage import Garbage
 from ..metadata.handoff.endpoint import Endpoint
@@ -108,6 +110,9 @@ def serve(
     with memory_to_start(), nullcontext() if ranks is None else ranks.guarded():
         node = membership.member = make_node(membership)
     garbage, steps = Garbage(), engine.group_steps
+    events = None
+    if config.kv_events is not None:
+        events = KvEvents(config.kv_events, engine.cache, 0 if steps is None else steps.place.rank)
     membership.install_signals()
     membership.start()
     if ranks is not None:
@@ -126,6 +131,8 @@ def serve(
                     raise
                 break  # a request came as the others left: it moves to another node
             membership.report()
+            if events is not None:
+                events.tell(time.monotonic())
             garbage.look(time.monotonic(), is_idle=node.is_idle)
             if not is_busy:
                 membership.wait() if steps is None else steps.sleep(membership.wait)
@@ -136,6 +143,8 @@ def serve(
     finally:
         membership.close()
         node.handoff.close()
+        if events is not None:
+            events.close()
     return 0
 
 
@@ -226,7 +235,7 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
         )
     if keys is not None and name == ROUTER:
         raise ConfigError(f"--keys {config.keys}: allow-list {config.allow_list} says that this is the router's key")
-    for address in (config.router, *addresses):
+    for address in (*router_entries(config.router), *addresses):
         require_keys(address, keys)
         parse_address(address)
     return keys
