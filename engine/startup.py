@@ -18,6 +18,7 @@ from ..metadata.bus.sockets import new_epoch as new_epoch
 from ..metadata.cache.kv_events import KvEvents
 from ..metadata.errors import ConfigError, RankLost, Refused
 from ..metadata.garbage import Garbage
+from ..metadata.handoff.descriptors import user_directory
 from ..metadata.handoff.endpoint import Endpoint
 from ..metadata.handoff.schema.schema import further_pools, needed_protocol, pool_words
 from ..metadata.handoff.transports.registry import TRANSPORTS
@@ -56,6 +57,8 @@ def load_engine(
     GPU leaves beside a node's other work, which `rehearse` runs; but not without graphs, since the work of service is
     then not known before. Raises ModelError and ConfigError."""
     started = time.monotonic()
+    if config.shared_dir is not None:
+        user_directory(config.shared_dir)  # raises before anything big is loaded
     use_threads(config)
     device = choose_device(config.device)
     fits = captures(device) and kind_of(device).is_apart and config.num_pages is None
@@ -261,6 +264,7 @@ def make_endpoint(
         device=engine.device_pool,
         shard=engine.shard,
         keys=keys,
+        shared_dir=None if config.shared_dir is None else user_directory(config.shared_dir),
     )
 
 

@@ -52,7 +52,11 @@ class NodeConfig(ProcessConfig):
         "that resolves to several addresses",
         metavar="tcp://HOST:PORT",
     )
-    node_id: str | None = setting(None, "give this node a name, unique in the cluster (default: role-host-pid)")
+    node_id: str | None = setting(
+        None,
+        "give this node a name, unique in the cluster (default: role-host-pid, in a container with random digits in "
+        "place of the pid)",
+    )
     bind_host: str = setting(
         "127.0.0.1",
         "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it. Of "
@@ -68,6 +72,12 @@ class NodeConfig(ProcessConfig):
         False,
         "send KV pages to other hosts without encryption: whoever sees the network can read prompts. Pages are still "
         "authenticated by the --keys, and nobody can change one. Both nodes must say so",
+    )
+    shared_dir: str | None = setting(
+        None,
+        "share memory with nodes in other containers of this host through Unix sockets in this directory, which all of "
+        "them mount (default: with nodes in the same network namespace, such as those of one pod)",
+        metavar="DIR",
     )
     checksums: bool = setting(True, "check every KV page after its transfer; without it, damaged pages go unnoticed")
     kv_events: str | None = setting(

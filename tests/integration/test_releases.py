@@ -279,7 +279,7 @@ class Load:
                 assert met_change, (stream.known.name, stream.rid, stream.num_tokens, stream.outcome, stream.error)
                 early[stream.known.name] = stream.known
         assert sum(stream.is_done for _, stream in self._streams) > len(self._answers)
-        for again in [Stream(self._cluster.http_port, known) for known in early.values()]:
+        for again in [Stream(self._cluster.connection, known) for known in early.values()]:
             again.thread.join()
             assert again.is_done and not again.problems, (again.known.name, again.error, again.problems)
 
@@ -287,7 +287,7 @@ class Load:
         while not self._stopped.wait(INTERVAL_S):
             if len(self._running()) < MOST_STREAMS:
                 known = self._answers[len(self._streams) % len(self._answers)]
-                self._streams.append((time.monotonic(), Stream(self._cluster.http_port, known)))
+                self._streams.append((time.monotonic(), Stream(self._cluster.connection, known)))
 
     def _running(self) -> list[Stream]:
         return [stream for _, stream in self._streams if stream.thread.is_alive()]

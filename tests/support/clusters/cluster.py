@@ -261,6 +261,10 @@ class Cluster:
 
     # --- talking to it ---
 
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Return a connection to the router that is opened with its first request."""
+        return http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout_s)
+
     def request(
         self,
         method: str,
@@ -271,7 +275,7 @@ class Cluster:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Return (status, body). JSON is decoded; anything else is text. A `body` of bytes is sent unchanged."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout_s * load_factor())
+        connection = self.connection(timeout_s * load_factor())
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
