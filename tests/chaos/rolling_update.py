@@ -1,12 +1,12 @@
-"""A rolling update of all nodes with streams running, in pods of podman that deploy/kubernetes describes.
+"""A rolling update of all pods with streams running, in podman, as deploy/kubernetes describes the pods.
 
     python tests/chaos/rolling_update.py --streams 8
 
 Run by hand, as root, where the images `localhost/baton-router` and `localhost/baton-node` are (docs/clusters.md). Takes
 the overlay `demo` as it is, but for what podman cannot do: it names addresses itself, mounts the keys as files, and
-plays the part of Kubernetes' controllers, which put a new pod in place of an old one. Clients stream all the time; each
-text must be that of the first, quiet run. At the end the router, whose time to drain is set to 2 s, is stopped in the
-middle of streams that take longer.
+plays the part of Kubernetes' controllers, which put a new pod in place of an old one, and of the service for clients,
+which sends them to routers that stay. Clients stream all the time; each text must be that of the first, quiet run. At
+the end a router, whose time to drain is set to 2 s, is stopped in the middle of streams that take longer.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import http.client
 import itertools
 import json
 import os
+import random
 import secrets
 import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 NETWORK, ADDRESSES = "baton-rolling", "10.99.77"
-ROUTER = f"{ADDRESSES}.10"
+LEAVE_S = 10  # between the word to the service and SIGTERM: preStop of a router
 USER = 10001
 START_S = 300.0
 NUM_PROMPTS = 12
@@ -51,7 +52,7 @@ class Pods:
     documents: list[dict[str, Any]]
     folder: Path  # holds the keys, and what is given to podman
     num_started: int = 0
-    alive: list[str] = field(default_factory=list)
+    alive: dict[str, str] = field(default_factory=dict)  # addresses by name
 
     def start(self, role: str) -> str:
         """Start a new pod of a role, and return its name."""
@@ -62,7 +63,7 @@ class Pods:
         pod = json.loads(json.dumps(template).replace("$(POD_NAME)", name).replace("$(POD_IP)", address))
         for container in pod["spec"]["containers"]:
             container["image"] = f"localhost/{container['image'].split(':')[0]}:latest"
-            container["env"] = [{"name": "BATON_ADMIN_KEY", "value": "admin"}] if role == "router" else []
+            container["env"] = _SECRETS if role == "router" else []
             for key in ("livenessProbe", "ports", "resources"):  # podman would open ports on the host
                 container.pop(key, None)
         parts = [*pod["spec"]["volumes"], *(each for one in pod["spec"]["containers"] for each in one["volumeMounts"])]
@@ -76,18 +77,28 @@ class Pods:
         pod["metadata"]["name"] = name
         (self.folder / "pod.yaml").write_text(yaml.safe_dump_all([*maps, pod]))
         aliases = ",alias=baton-nodes" if role == "router" else ""
-        self.alive.append(name)
+        self.alive[name] = address
         podman("play", "kube", "--network", f"{NETWORK}:ip={address}{aliases}", str(self.folder / "pod.yaml"))
         return name
 
     def wait_ready(self, name: str) -> None:
-        """Ask the startup probe of a node until it says yes."""
-        role = name.split("-")[1]
+        """Ask the probe of a node or router until it says yes."""
         deadline = time.monotonic() + START_S
-        while subprocess.run(["podman", "exec", f"{name}-{role}", "test", "-e", "/run/baton/ready"]).returncode:
+        while not self._is_ready(name):
             if time.monotonic() > deadline:
                 raise SystemExit(f"{name} is not ready:\n{self.log(name)}")
             time.sleep(0.5)
+
+    def _is_ready(self, name: str) -> bool:
+        role = name.split("-")[1]
+        if role != "router":
+            probe = ["podman", "exec", f"{name}-{role}", "test", "-e", "/run/baton/ready"]
+            return subprocess.run(probe, check=False).returncode == 0
+        connection = http.client.HTTPConnection(self.alive[name], 9090, timeout=5)
+        with suppress(OSError), closing(connection):
+            connection.request("GET", "/ready")
+            return connection.getresponse().status == 200
+        return False
 
     def stop(self, name: str, grace_s: int) -> int:
         """Stop a pod as Kubernetes does: SIGTERM, and SIGKILL after the grace period. Returns the exit status."""
@@ -95,14 +106,14 @@ class Pods:
         podman("stop", "--time", str(grace_s), container)
         status = int(podman("inspect", container, "--format", "{{.State.ExitCode}}"))
         podman("pod", "rm", "-f", name)
-        self.alive.remove(name)
+        del self.alive[name]
         return status
 
     def log(self, name: str) -> str:
         return podman("logs", "--tail", "20", f"{name}-{name.split('-')[1]}", check=False)
 
     def close(self) -> None:
-        for name in self.alive:
+        for name in [*self.alive]:
             podman("pod", "rm", "-f", "-t", "0", name, check=False)
         podman("network", "rm", "-f", NETWORK, check=False)
 
@@ -111,7 +122,7 @@ class Pods:
 class Clients:
     """Streams that follow each other on some threads, and what became of them."""
 
-    address: str
+    routers: list[str]  # addresses; the service for clients
     key: str
     tokens: int
     texts: dict[int, str] = field(default_factory=dict)  # by prompt: what the quiet run said
@@ -122,7 +133,7 @@ class Clients:
         """Return the text of one stream, and how it ended: done, an error event, or cut off."""
         body = {"model": "demo", "prompt": f"def function_{prompt}(", "max_tokens": self.tokens, "seed": prompt}
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
-        connection = http.client.HTTPConnection(self.address, 8000, timeout=120)
+        connection = http.client.HTTPConnection(random.choice(self.routers), 8000, timeout=120)
         text, end = "", "cut off"
         try:
             connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
@@ -148,6 +159,12 @@ class Clients:
         for prompt in range(NUM_PROMPTS):
             self.texts[prompt], end = self.stream(prompt)
             assert end == "done", end
+
+    def start(self, num_streams: int) -> list[threading.Thread]:
+        threads = [threading.Thread(target=self.run, args=(first,)) for first in range(num_streams)]
+        for thread in threads:
+            thread.start()
+        return threads
 
     def run(self, first: int) -> None:
         """Stream until `is_over`, but at least once."""
@@ -183,38 +200,46 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         pods, key = start_network(Path(folder))
         stack.callback(pods.close)
-        router = pods.start("router")
+        routers = [pods.start("router"), pods.start("router")]
         _fix_bridge()
         nodes = [pods.start(role) for role in ("prefill", "decode", "decode")]
-        for name in nodes:
+        for name in (*nodes, *routers):
             pods.wait_ready(name)
-        clients = Clients(ROUTER, key, arguments.tokens)
+        clients = Clients([pods.alive[name] for name in routers], key, arguments.tokens)
         clients.learn()
-        threads = [threading.Thread(target=clients.run, args=(first,)) for first in range(arguments.streams)]
-        for thread in threads:
-            thread.start()
-        time.sleep(3)
+        threads = clients.start(arguments.streams)
         begin = time.monotonic()
         for name in nodes:
             status = pods.stop(name, 150)
             new = pods.start(name.split("-")[1])
             pods.wait_ready(new)
-            print(f"{name} left with status {status}, {new} is ready {time.monotonic() - begin:.0f} s after the start")
-        time.sleep(3)
+            print(
+                f"{name} left with status {status}, {new} is ready after {time.monotonic() - begin:.0f} s", flush=True
+            )
+        for name in routers:
+            new = pods.start("router")
+            pods.wait_ready(new)
+            clients.routers.append(pods.alive[new])
+            clients.routers.remove(pods.alive[name])
+            time.sleep(LEAVE_S)
+            status = pods.stop(name, 70)
+            print(f"{name} left with status {status} after {time.monotonic() - begin:.0f} s", flush=True)
         clients.is_over.set()
         for thread in threads:
             thread.join()
         print(f"streams during the update: {dict(clients.ends)}")
-        last = Clients(ROUTER, key, 8 * arguments.tokens, clients.texts)
+        last = Clients([clients.routers[0]], key, 8 * arguments.tokens, clients.texts)
         last.is_over.set()
-        threads = [threading.Thread(target=last.run, args=(first,)) for first in range(arguments.streams)]
-        for thread in threads:
-            thread.start()
+        threads = last.start(arguments.streams)
         time.sleep(1)
-        print(f"the router left with status {pods.stop(router, 80)}")
+        (name,) = (name for name, address in pods.alive.items() if address == last.routers[0])
+        print(f"{name} left with status {pods.stop(name, 70)}")
         for thread in threads:
             thread.join()
-        print(f"streams while the router left: {dict(last.ends)}")
+        print(f"longer streams while a router left: {dict(last.ends)}")
+
+
+_SECRETS = [{"name": "BATON_ADMIN_KEY", "value": "admin"}, {"name": "BATON_CACHE_SECRET", "value": "same"}]
 
 
 def _fix_bridge() -> None:

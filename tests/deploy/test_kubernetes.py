@@ -219,6 +219,25 @@ def _is_node(container: Manifest) -> bool:
     return container["args"][0] != "router"
 
 
+def test_images_and_manifests_agree() -> None:
+    text = (ROOT / "deploy/container/Containerfile").read_text().replace("\\\n", " ")
+    router, node = (text.partition(f" AS {target}\n")[2].partition("\nFROM")[0] for target in ("router", "node"))
+    assert text.count("\nFROM") == 6
+    for pod, container in containers("demo"):
+        image = node if _is_node(container) else router
+        (user,) = re.findall(r"^USER (\d+):(\d+)$", image, re.M)
+        assert user == (str(pod["securityContext"]["runAsUser"]), str(pod["securityContext"]["runAsGroup"]))
+        ports = {str(port["containerPort"]) for port in container.get("ports", ())}
+        (exposed,) = re.findall(r"^EXPOSE (.+)$", image, re.M)
+        assert not ports or {*exposed.split()} == ports
+        if _is_node(container):
+            mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+            assert {*json.loads(re.findall(r"^VOLUME (.+)$", image, re.M)[0])} < mounts
+            written = dict(re.findall(r"(\w+_DIR|\w+_HOME|HOME)=(\S+)", image))
+            assert {"BATON_STATE_DIR", "HOME", "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR"} < {*written}
+            assert all(any(PurePosixPath(path).is_relative_to(at) for at in mounts) for path in written.values())
+
+
 def test_nodes_of_one_pod_have_states_of_their_own() -> None:
     pairs = [(pod, container) for pod, container in containers("one-pod") if _is_node(container)]
     mounts = [mount for _, container in pairs for mount in container["volumeMounts"]]
