@@ -139,8 +139,7 @@ class KvEvents:
             self._num_kept_bytes -= len(self._kept.popleft()[1])
 
     def _serve_again(self, frames: list[Any]) -> None:
-        """Answer a peer that asks for the batches from a number on: a DEALER socket, since a REQ socket takes one answer
-        alone."""
+        """Answer a DEALER socket that asks for the batches from a number on. A REQ socket takes only one answer."""
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             logger.warning("dropped a request for KV events that is no number of 8 bytes")
             return

@@ -8,10 +8,13 @@ from typing import Any, ClassVar
 import pytest
 from patience import until
 
+from baton.engine.state.pages import Owner, PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership, _why_unwelcome
-from baton.metadata.wire.membership import Hello, HelloAgain, Leaving, Welcome
+from baton.metadata.wire.membership import CachedPages, Hello, HelloAgain, Leaving, TellPages, Welcome
 from baton.metadata.wire.messages import ToRouter
+from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message
 
 
@@ -33,19 +36,24 @@ class Router:
         self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self._take, lambda _: None)
         self.hub.start()
 
+    def _welcome(self) -> Welcome:
+        key = b"key" if self.protocol >= CachedPages.since else b""
+        return Welcome(router_epoch="e0", protocol=self.protocol, need_tokenizer=False, page_key=key)
+
     def _take(self, peer: bytes, message: ToRouter) -> None:
         self.got.append(message)
         if isinstance(message, Hello):
             if self.protocol >= 6 and message.protocol < self.protocol:
                 self.hub.send(peer, HelloAgain(router_epoch="e0", protocol=self.protocol), self.protocol)
             else:
-                self.hub.send(peer, Welcome(router_epoch="e0", protocol=self.protocol, need_tokenizer=False))
+                self.hub.send(peer, self._welcome(), self.protocol)
 
 
 @pytest.mark.parametrize("protocol", [5, PROTOCOL_MAX])
 async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protocol: int) -> None:
     router = Router(protocol)
     membership = Membership(hello, router.hub.address, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
+    membership.member = SimpleNamespace(cache=PrefixCache(PagePool(10, 4)))  # type: ignore[assignment]
     try:
         membership.start()
         received: list[object] = []
@@ -62,6 +70,37 @@ async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protoco
         membership._session._heard_at -= 60  # the router falls silent: the next may be older
         membership.receive()
         assert membership._heartbeat._agreed.protocol == PROTOCOL_MIN
+    finally:
+        membership.close()
+        router.hub.close()
+
+
+async def test_a_node_tells_its_cached_pages_from_the_welcome_on_and_again_if_asked(hello: Hello) -> None:
+    router = Router(PROTOCOL_MAX)
+    membership = Membership(hello, router.hub.address, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
+    cache = PrefixCache(PagePool(10, 4))
+    idle = SimpleNamespace(allow_for=lambda _: None)
+    load, stats = Load(free_pages=1, running=0, waiting=0), NodeStats()
+    membership.member = SimpleNamespace(  # type: ignore[assignment]
+        cache=cache, handoff=idle, load=lambda: load, stats=lambda: stats
+    )
+    try:
+        membership.start()
+
+        def told() -> list[CachedPages]:
+            membership.receive()
+            membership.report()
+            return [message for message in router.got if isinstance(message, CachedPages)]
+
+        await until(lambda: len(told()) == 1)
+        lease = cache.insert([1] * 8, cache.allocate(2, Owner.REQUEST))
+        await until(lambda: len(told()) == 2)
+        router.hub.send(b"n:1", TellPages(router_epoch="e0"))
+        await until(lambda: len(told()) == 3)
+        assert [(each.number, len(each.stored)) for each in told()] == [(0, 0), (1, 32), (0, 32)]
+        membership._session._heard_at -= 60  # the router falls silent
+        assert len(told()) == 3 and membership._news.wait_s(0.0) is None
+        cache.release(lease)
     finally:
         membership.close()
         router.hub.close()
