@@ -1,4 +1,4 @@
-"""The layer with a gated delta rule in place of attention (Qwen3-Next and Qwen3.5).
+"""The layer with a gated delta rule in place of attention (Qwen3-Next, Qwen3.5 and Kimi-Linear).
 
 The layer has two pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
 projections for each token. DELTA_STATES holds the recurrent state after each block of tokens, divided among the slots
@@ -19,6 +19,7 @@ reads them. A forward never writes a state that it reads, so it may be repeated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,11 +40,13 @@ class DeltaNet:
     """A `SelfAttention` (decoder.py) with a gated delta rule."""
 
     place: int  # of the layer in its pools
-    inputs: Linear  # hidden_size -> the parts of `part_sizes`, each divided by key heads
+    inputs: Linear  # hidden_size -> the parts of `part_sizes`, each divided by key heads, or of a low rank
     part_sizes: tuple[int, ...]  # of the projections; together they give each key head q, k, values, gates, b and a
+    ups: tuple[Linear | None, ...]  # of each part: from its low rank to all key heads; None: it is divided by them
     weights: DeltaWeights
     norm: Tensor  # [value_dim], of the outputs of a head
     eps: float
+    activation: Callable[[Tensor], Tensor]  # of the gates
     out: Linear  # num_value_heads * value_dim -> hidden_size
 
     @property
@@ -54,16 +57,17 @@ class DeltaNet:
         """Store the new tokens' rows and the states that they complete, and return the gated outputs: [num_tokens,
         hidden_size] -> [num_tokens, num_value_heads * value_dim]."""
         weights, (num_heads, num_shared, _, value_dim) = self.weights, self.weights.state_shape
-        parts = [part.unflatten(1, (num_heads, -1)) for part in self.inputs(normed).split(self.part_sizes, 1)]
-        sizes = [weights.taps.shape[1], num_shared * value_dim, 2 * num_shared]
-        qkv, gate, ba = torch.cat(parts, 2).split(sizes, 2)
+        parts = zip(self.inputs(normed).split(self.part_sizes, 1), self.ups, strict=True)
+        of_heads = [(part if up is None else up(part)).unflatten(1, (num_heads, -1)) for part, up in parts]
+        num_channels, num_gates = weights.taps.shape[1], num_shared * value_dim
+        qkv, gate, ba = torch.cat(of_heads, 2).tensor_split([num_channels, num_channels + num_gates], 2)
         rows = torch.cat([qkv, ba], 2)
         context.further.store(DELTA_ROWS, self.place, rows.flatten(1))
         outputs = rows.new_zeros(len(rows), num_heads * num_shared, value_dim)
         for new in context.further.new_rows():
             outputs[new.tokens] = self._outputs(context.further, new, rows[new.tokens]).to(rows.dtype)
         y = rms_norm(outputs.flatten(0, 1), self.norm, self.eps).view_as(outputs)
-        return (y * F.silu(gate.reshape(outputs.shape).float())).to(rows.dtype).flatten(1)
+        return (y * self.activation(gate.reshape(outputs.shape).float())).to(rows.dtype).flatten(1)
 
     def _outputs(self, pools: PoolRows, new: NewRows, rows: Tensor) -> Tensor:
         """Return the outputs of one sequence's new tokens, [num_new, num_value_heads, value_dim] float32. `rows`

@@ -139,7 +139,7 @@ class KvEvents:
             self._num_kept_bytes -= len(self._kept.popleft()[1])
 
     def _serve_again(self, frames: list[Any]) -> None:
-        """Answer a DEALER socket that asks for the batches from a number on. A REQ socket takes only one answer."""
+        """Answer a peer that asks for batches from a number on. It has a DEALER socket: REQ takes one answer alone."""
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             logger.warning("dropped a request for KV events that is no number of 8 bytes")
             return

@@ -19,7 +19,16 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, field
 
-from .data_link import CudaWelcome, LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome, RankWelcome
+from .data_link import (
+    CudaWelcome,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
+    PagePortWelcome,
+    RankHello,
+    RanksWelcome,
+    RankWelcome,
+)
 from .membership import (
     CachedPages,
     Drain,
@@ -84,6 +93,7 @@ class Reserve(Dispatch, frozen=True, tag="reserve"):
     per choice, in order. Then claim the granted choices from `prefill`."""
 
     prefill: Peer
+    waited_s: Annotated[Seconds, Since(8)] = 0.0  # since the request came to the router
 
 
 class Compute(Dispatch, frozen=True, tag="compute"):
@@ -91,6 +101,8 @@ class Compute(Dispatch, frozen=True, tag="compute"):
     here, and generate. The node answers Reserved; no Admitted follows. The first Tokens say how much was cached."""
 
     since: ClassVar[int] = 6
+
+    waited_s: Annotated[Seconds, Since(8)] = 0.0  # as of Reserve
 
 
 class Prefill(Dispatch, frozen=True, tag="prefill"):
@@ -292,7 +304,8 @@ ToRouter = OfNode | OfWork
 OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
-ToDecode = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
+OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | PagePortWelcome | LinkRefused
+ToDecode = OfLink | Offer | Pages | Revoke | UnknownClaim
 
 to_router_decoder = msgspec.msgpack.Decoder(ToRouter)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)
