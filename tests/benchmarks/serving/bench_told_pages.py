@@ -5,6 +5,7 @@
 No node and no socket takes part: the bytes of each batch are decoded as the hub decodes them, entered in the node's
 table, and prompts are looked up in all tables. Nodes store and remove pages at an even rate, in batches of a quarter of
 a second. The share of a core is what a second of batches takes, of that second. Looks are counted apart, per prompt.
+Figures of 1,000 nodes are computed from these.
 """
 
 from __future__ import annotations
@@ -12,11 +13,18 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import flags, report
 
 from baton.metadata.cache.names import NAME_BYTES, PageNames, PromptNames
 from baton.metadata.cache.news import INTERVAL_S
@@ -26,6 +34,7 @@ from baton.metadata.wire.messages import to_router_decoder
 from baton.router.nodes.told_pages import ToldPages
 
 PROMPT_TOKENS, PAGE_SIZE = 32_768, 16
+COMPUTED_NODES = 1000
 
 
 class IndexFigures(NamedTuple):
@@ -39,7 +48,7 @@ class IndexFigures(NamedTuple):
     core_share: float  # of a core, for these changes
     change_us: float
     new_prompt_ms: float  # a prompt that no node has: looked up on all nodes
-    known_prompt_ms: float  # one that 4 nodes have whole
+    known_prompt_ms: float  # one of which 4 nodes have 240 pages
     name_us: float  # per page of a prompt
 
 
@@ -85,7 +94,7 @@ def measure(num_nodes: int, num_pages: int, changes_per_s: int, seconds: float) 
             _take(table, frame)
         spent_s += time.process_time() - begun
         num_changes += 2 * num_stored * num_nodes
-    looks = _looks(tables[:], rng)
+    looks = _looks(tables, rng)
     return IndexFigures(
         num_nodes,
         num_pages,
@@ -126,16 +135,31 @@ def _looks(tables: list[ToldPages], rng: random.Random) -> tuple[float, float, f
     return times[0], times[1], name_us
 
 
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what was measured, and the same for COMPUTED_NODES nodes with as many changes each."""
+    measured = measure(options.nodes, options.pages, options.changes, options.seconds)
+    factor = COMPUTED_NODES / measured.num_nodes
+    for what, times in (("measured", 1.0), ("computed", factor)):
+        yield {
+            "nodes": round(measured.num_nodes * times),
+            "figures": what,
+            "pages per node": measured.num_pages,
+            "changes per s": round(measured.changes_per_s * times),
+            "memory, MB": round(measured.memory_mb * times, 1),
+            "of a core, %": round(100 * measured.core_share * times, 2),
+            "change, us": round(measured.change_us, 2),
+            "look for a new prompt of 32,768 tokens, ms": round(measured.new_prompt_ms * times, 2),
+        }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = flags(__doc__)
     parser.add_argument("--nodes", type=int, default=64)
     parser.add_argument("--pages", type=int, default=50_000)
     parser.add_argument("--changes", type=int, default=20_000, help="per second, of all nodes together")
     parser.add_argument("--seconds", type=float, default=10.0)
-    args = parser.parse_args()
-    figures = measure(args.nodes, args.pages, args.changes, args.seconds)
-    for name, value in figures._asdict().items():
-        print(f"{name:<18}{value:>14,.3f}" if isinstance(value, float) else f"{name:<18}{value:>14,}")
+    options = parser.parse_args()
+    report(options, "told-pages", rows(options), unit="as named")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,16 @@ from typing import Any, ClassVar
 import pytest
 from patience import until
 
+from baton.engine.state.pages import Owner, PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.metadata.bus.channel import RouterGone, why_unwelcome
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership
 from baton.metadata.errors import Refused
-from baton.metadata.wire.membership import Hello, HelloAgain, Leaving, Refusal, Welcome
+from baton.metadata.wire.membership import CachedPages, Hello, HelloAgain, Leaving, Refusal, TellPages, Welcome
 from baton.metadata.wire.messages import Cancelled, ToRouter
+from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message
 
 
@@ -36,6 +39,7 @@ class Router:
     ) -> None:
         self.protocol, self.epoch, self.keys = protocol, epoch, keys
         self.refuses: str | None = None
+        self.page_key = b""
         self.got: list[ToRouter] = []
         self.hub = Hub(address, epoch, keys, self._take, lambda _: None)
         self.hub.start()
@@ -48,7 +52,13 @@ class Router:
             elif self.protocol >= 6 and message.protocol < self.protocol:
                 self.hub.send(peer, HelloAgain(router_epoch=self.epoch, protocol=self.protocol), self.protocol)
             else:
-                self.hub.send(peer, Welcome(router_epoch=self.epoch, protocol=self.protocol, need_tokenizer=False))
+                self.hub.send(
+                    peer,
+                    Welcome(
+                        router_epoch=self.epoch, protocol=self.protocol, need_tokenizer=False, page_key=self.page_key
+                    ),
+                    self.protocol,
+                )
 
 
 @pytest.mark.parametrize("protocol", [5, PROTOCOL_MAX])
@@ -76,6 +86,42 @@ async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protoco
     finally:
         membership.close()
         router.hub.close()
+
+
+async def test_a_node_tells_each_router_its_cached_pages_and_begins_anew_if_asked(hello: Hello) -> None:
+    """Each router has names and numbers of its own."""
+    routers = [Router(PROTOCOL_MAX, epoch) for epoch in ("e0", "e1")]
+    addresses = ",".join(router.hub.address for router in routers)
+    membership = Membership(hello, addresses, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
+    cache, load = PrefixCache(PagePool(10, 4)), Load(free_pages=1, running=0, waiting=0)
+    handoff = SimpleNamespace(allow_for=lambda _: None)
+    membership.member = SimpleNamespace(cache=cache, handoff=handoff, load=lambda: load, stats=NodeStats)  # type: ignore[assignment]
+    try:
+        for router in routers:
+            router.page_key = router.epoch.encode()
+        membership.start()
+
+        def told(router: Router) -> list[CachedPages]:
+            membership.receive()
+            membership.report()
+            return [message for message in router.got if isinstance(message, CachedPages)]
+
+        await until(lambda: all(len(told(router)) == 1 for router in routers))
+        lease = cache.insert([1] * 8, cache.allocate(2, Owner.REQUEST))
+        await until(lambda: all(len(told(router)) == 2 for router in routers))
+        routers[0].hub.send(b"n:1", TellPages(router_epoch="e0"))
+        await until(lambda: len(told(routers[0])) == 3)
+        assert [(each.number, len(each.stored)) for each in told(routers[0])] == [(0, 0), (1, 32), (0, 32)]
+        assert [(each.number, len(each.stored)) for each in told(routers[1])] == [(0, 0), (1, 32)]
+        assert told(routers[0])[1].stored != told(routers[1])[1].stored
+        membership._channels[0].session._heard_at -= 60  # the router falls silent
+        membership.receive()
+        assert membership._channels[0].news.wait_s(0.0) is None
+        cache.release(lease)
+    finally:
+        membership.close()
+        for router in routers:
+            router.hub.close()
 
 
 def test_a_message_that_the_next_router_may_not_know_is_not_sent(hello: Hello) -> None:

@@ -810,3 +810,27 @@ def answer(world: World, rng: random.Random, name: str) -> None:
             world.say(name, m.Admitted(Unit(message.rid, choice, message.attempt), 0.1, 2, 4096, 0))
         reason = "length" if first + len(ids) >= request.params.max_tokens else None
         world.tokens(name, message, first, ids, choice=choice, reason=reason)
+
+
+def test_a_node_whose_news_of_cached_pages_has_a_gap_is_asked_to_begin_anew() -> None:
+    world = World()
+
+    def news(number: int) -> m.CachedPages:
+        return m.CachedPages(number=number, stored=b"", removed=b"", num_changes=0, is_whole=True)
+
+    for number in (0, 1):
+        world.say("p0", news(number))
+    assert not any(isinstance(message, m.TellPages) for _, message in world.sent)
+    world.say("p0", news(3))
+    assert [name for name, message in world.sent if isinstance(message, m.TellPages)] == ["p0"]
+
+
+@pytest.mark.parametrize("protocol_max", [PROTOCOL_MAX, m.TellPages.since - 1])
+def test_a_node_that_is_silent_about_changes_that_it_counts_is_asked_if_it_understands(protocol_max: int) -> None:
+    world = World(protocol_max=protocol_max)
+    beat = m.Heartbeat(1, "idle", 0.0, 10.0, load(100), NodeStats(cache_changes=7))
+    for _ in range(40):
+        world.say("d0", beat)
+        world.wait(0.1)
+    asked = [name for name, message in world.sent if isinstance(message, m.TellPages)]
+    assert asked == (["d0"] if protocol_max == PROTOCOL_MAX else [])
