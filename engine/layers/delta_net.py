@@ -1,15 +1,16 @@
 """The layer with a gated delta rule in place of attention (Qwen3-Next and Qwen3.5).
 
-The layer has two pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
-projections for each token. DELTA_STATES holds the recurrent state after each block of tokens, divided among the slots
-of the block.
+The layer has three pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
+projections for each token. DELTA_UPDATES holds what each token adds to the state, before its key. DELTA_STATES holds
+the recurrent state after each block of tokens, divided among the slots of the block.
 
-    tokens   | block                 | block                 |  part of a block
-    pages    | rows, state after it  | rows, state after it  |  rows
+    tokens   | block                          | block                          |  part of a block
+    pages    | rows, updates, state after it  | rows, updates, state after it  |  rows, updates
 
 A forward reads the state at the end of the last whole block before its new tokens, and the rows since. It computes
 these rows once more, and then the new ones. So prompts, chunks, single steps and drafts are computed in the same way
-(kernels/state/delta_rule.py). A sequence needs the pages of two blocks, however long it is. Another text may continue
+(kernels/state/delta_rule.py). The kernels of a round read the updates of earlier rows instead of computing them once
+more (kernels/state/paged_delta.py). A sequence needs the pages of two blocks, however long it is. Another text may continue
 behind a cached page, because the page holds the state at its end.
 
 If new tokens complete a block, the forward writes the state after it, even if some of them are drafts. If the target
@@ -29,7 +30,7 @@ from ...kernels.products.norm import rms_norm
 from ...kernels.state.delta_rule import DeltaWeights, gated_delta_rule
 from ..attention.context import AttentionContext
 from ..attention.pool_rows import NewRows, PoolRows
-from ..checkpoint.model_config import DELTA_ROWS, DELTA_STATES, delta_block
+from ..checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DELTA_UPDATES, delta_block
 from ..products.base import Rows
 from ..products.linear import Linear
 
@@ -73,11 +74,14 @@ class DeltaNet:
         first = edge - weights.num_before
         before = pools.read(DELTA_ROWS, self.place, new.pages, max(0, first), new.start)
         rows = torch.cat([F.pad(before, (0, 0, 0, 0, max(0, -first), 0)), rows])
-        outputs, states = gated_delta_rule(rows, self._state(pools, new.pages, edge, block), weights, block)
-        for state in states:
+        made = gated_delta_rule(rows, self._state(pools, new.pages, edge, block), weights, block)
+        num_old = new.start - edge
+        updates = made.updates[num_old:].unflatten(1, weights.state_shape[:2]).flatten(2)
+        pools.write(DELTA_UPDATES, self.place, new.pages, new.start, updates)
+        for state in made.states:
             self._keep(pools, new.pages, edge, block, state)
             edge += block
-        return outputs[len(outputs) - (new.tokens.stop - new.tokens.start) :]
+        return made.outputs[num_old:]
 
     def _state(self, pools: PoolRows, pages: Tensor, edge: int, block: int) -> Tensor:
         """Return the state at `edge`, the end of a block; zeros at the start of the text."""
