@@ -343,10 +343,10 @@ class ModelConfig:
 
     @property
     def has_cut_heads(self) -> bool:
-        """Whether heads are in FP8, with scales of blocks of 128 rows, and cut the blocks, and are rotated in part.
-        Rows of a head that are put into another order would leave their block."""
+        """Whether heads are in FP8, with scales of blocks of 128 rows, and cut the blocks or have several, and are
+        rotated in part. Rows of a head that are put into another order would leave their block."""
         is_in_blocks = self.quantization is not None and self.quantization.weight_scale == "blocks"
-        return is_in_blocks and self.rotary_dim is not None and min(128 % self.head_dim, self.head_dim % 128) > 0
+        return is_in_blocks and self.rotary_dim is not None and 128 % self.head_dim > 0
 
     @property
     def num_shared_layers(self) -> int:
