@@ -225,6 +225,7 @@ class DecodeNode:
             bytes_moved=counts.bytes_moved,
             checksum_failures=self.handoff.num_checksum_failures,
             dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
+            cache_changes=self.cache.num_changes,
             transfer_seconds=counts.transfer_seconds,
             num_rounds=rounds.num_verified,
             num_drafted=rounds.num_drafted,

@@ -10,10 +10,10 @@ from collections.abc import Collection
 
 from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import Lease, PrefixCache
-from ..engine.state.tail_pages import TailPages, most_tails, tails_before
+from ..engine.state.tail_pages import TailPages, most_tails
 from ..engine.work import MAX_MISSED
 from ..metadata.errors import OutOfPages
-from ..metadata.handoff.schema.schema import decode_len, pages_of
+from ..metadata.handoff.schema.schema import decode_len, pages_of, tails_before
 from .sequence import Sequence
 
 

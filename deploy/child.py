@@ -47,7 +47,8 @@ class Child:
     def start(self) -> None:
         """Start the process in its own process group. Its output goes to the log, after that of earlier starts."""
         environ = {**os.environ, **self._command.environ, _PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        environ.pop("NOTIFY_SOCKET", None)  # the service manager listens to the launcher
+        for name in ("NOTIFY_SOCKET", "BATON_STATE_DIR"):  # the service manager listens to the launcher
+            environ.pop(name, None)
         self.num_starts += 1
         if self._process is None:
             self.log_path.write_bytes(b"")

@@ -247,6 +247,7 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
 def _run_process(name: str, config: Any) -> int:
     """Run a router or a node in this process. Its log starts here."""
     if name != "router":  # before torch is loaded
+        notify("starting")
         checks = _module("engine.checkpoint.model_check")
         (config,) = checks.fetched([config], _say)
         checks.check_model(config)

@@ -259,6 +259,21 @@ def transports(config: EngineConfig, engine: Engine) -> tuple[str, ...]:
     """The transports that the node may use, best first. Raises ConfigError where it can use none."""
     if config.transport == "cuda" and not engine.kind.is_apart:
         raise ConfigError(f"transport cuda needs device cuda, this node is on {engine.device.type}; use auto")
-    if config.transport != "auto":
-        return (config.transport,)
-    return tuple(name for name, each in TRANSPORTS.items() if engine.kind.is_apart or not each.needs_device)
+    chosen = TRANSPORTS if config.transport == "auto" else {config.transport: TRANSPORTS[config.transport]}
+    names = tuple(name for name, each in chosen.items() if engine.kind.is_apart or not each.needs_device)
+    allowed = tuple(name for name in names if _is_allowed(config, name))
+    if any(TRANSPORTS[name].is_readable for name in allowed):
+        logger.warning("--plain-pages: whoever sees the network between hosts can read pages, and so prompts")
+    return allowed
+
+
+def _is_allowed(config: EngineConfig, name: str) -> bool:
+    """Return whether the keys and the operator's words let pages travel by this transport. Raises ConfigError if it is
+    the only one that was asked for."""
+    transport = TRANSPORTS[name]
+    missing = "--keys FILE" if transport.needs_page_port and config.keys is None else ""
+    if transport.is_readable and not config.plain_pages:
+        missing = "--plain-pages on both nodes"
+    if missing and config.transport == name:
+        raise ConfigError(f"transport {name} needs {missing}; give it, or use auto")
+    return not missing

@@ -55,10 +55,16 @@ class NodeConfig(ProcessConfig):
         "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it. Of "
         "tcp://HOST:PORT, rank 1 takes the next port, and so on",
     )
-    transport: Literal["auto", "cuda", "local", "zmq"] = setting(
+    transport: Literal["auto", "cuda", "local", "plain", "aes", "zmq"] = setting(
         "auto",
-        "move KV pages by cuda (between GPUs of one host), local (shared memory of one host) or zmq (between any "
-        "hosts); auto takes the first of these that both nodes can use",
+        "move KV pages by cuda (between GPUs of one host), local (shared memory of one host), plain (between any "
+        "hosts, needs --plain-pages), aes (likewise, encrypted, needs --keys) or zmq (likewise, under CURVE if there "
+        "are keys); auto takes the first of these that both nodes can use",
+    )
+    plain_pages: bool = setting(
+        False,
+        "send KV pages to other hosts without encryption: whoever sees the network can read prompts. Pages are still "
+        "authenticated by the --keys, and nobody can change one. Both nodes must say so",
     )
     checksums: bool = setting(True, "check every KV page after its transfer; without it, damaged pages go unnoticed")
     drain_timeout_s: float = setting(30.0, "after SIGTERM, give running requests this many seconds to finish")

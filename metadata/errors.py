@@ -106,3 +106,7 @@ class TransferError(BatonError):
     """KV pages did not arrive whole: wrong checksum or generation, a revoked ticket, or a peer that is gone."""
 
     code = "transfer_error"
+
+
+class Unreachable(TransferError):
+    """A transport has no way to the peer, whose data link is open. Another transport may have one."""

@@ -143,6 +143,7 @@ class PrefillNode:
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
             dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
+            cache_changes=self.cache.num_changes,
         )
 
     def units(self) -> tuple[Unit, ...]:

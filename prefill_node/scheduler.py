@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import PrefixCache
-from ..engine.state.tail_pages import TailPages, most_tails, tails_before
+from ..engine.state.tail_pages import TailPages, most_tails
 from ..engine.work import BatchRow
 from ..metadata.errors import OutOfPages
-from ..metadata.handoff.schema.schema import pages_of, prefill_pages, shared_pages
+from ..metadata.handoff.schema.schema import pages_of, prefill_pages, shared_pages, tails_before
 from .chunk_length import ChunkLength
 from .request import Request
 

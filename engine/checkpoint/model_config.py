@@ -177,6 +177,7 @@ class DeltaConfig:
     key_dim: int  # of a head
     value_dim: int
     num_taps: int  # rows that a convolution reads
+    decay_dim: int = 1  # numbers by which a state decays: 1, or `key_dim`
 
     @property
     def num_shared(self) -> int:
@@ -191,7 +192,7 @@ class DeltaConfig:
     @property
     def further(self) -> tuple[Further, ...]:
         """The pools of these layers: a row of inputs and one of updates per token, and a state per block of tokens."""
-        heads, width = self.num_key_heads, self.num_channels + 2 * self.num_shared
+        heads, width = self.num_key_heads, self.num_channels + self.num_shared * (1 + self.decay_dim)
         size, num_before = self.num_shared * self.key_dim * self.value_dim, self.num_taps - 1
         return (
             Further(DELTA_ROWS, self.layers, width, heads, is_tail=True, num_read=num_before),

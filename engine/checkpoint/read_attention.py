@@ -1,12 +1,13 @@
 """Reading of the attention that config.json describes: latents, indexers, layers with a delta rule, and what only Gemma
-4 or MiMo-V2-Flash has. Imports no torch."""
+4, MiMo-V2-Flash or Kimi-Linear has. Imports no torch."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
-from .config_file import ConfigFile
+from .config_file import ConfigFile, Fields
 from .model_config import INDEX, DeltaConfig, Further, Gemma4Config, IndexConfig, LatentConfig
 
 _LETTERS = {"F": "full", "S": "shared"}  # of index_topk_pattern
@@ -14,6 +15,20 @@ _LETTERS = {"F": "full", "S": "shared"}  # of index_topk_pattern
 _MAX_PICKS = 8192  # that kernels/attention/triton_picks.py can choose
 
 _KINDS = ("full_attention", "sliding_attention")
+_KIMI_NAMES = {  # names that readers know: those of Kimi-Linear
+    "max_position_embeddings": "model_max_length",
+    "n_group": "num_expert_group",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+    "scoring_func": "moe_router_activation_func",
+}
+_KIMI_HEADS = {  # fields of transformers' class: of linear_attn_config, and names that readers know
+    "linear_num_heads": ("num_heads", ("linear_num_key_heads", "linear_num_value_heads")),
+    "linear_head_dim": ("head_dim", ("linear_key_head_dim", "linear_value_head_dim")),
+    "linear_conv_kernel_dim": ("short_conv_kernel_size", ("linear_conv_kernel_dim",)),
+}
 _SIZES = ("num_attention_heads", "head_dim", "v_head_dim")  # alike in layers with a window, which files say with swa_
 
 
@@ -190,3 +205,44 @@ def value_dim(raw: ConfigFile, head_dim: int) -> int | None:
     if width > head_dim:
         raise raw.error("v_head_dim", f"is not served; {head_dim} (head_dim) or less is")
     return width if width < head_dim else None
+
+
+def respell_kimi_linear(raw: ConfigFile) -> None:
+    """Name the fields of Kimi-Linear as those of DeepSeek-V3 and Qwen3-Next."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if raw.get(key):
+            raise raw.error(key, "is not served: no layer rotates queries and keys; null is")
+    raw.get("rope_theta")
+    for name, published in _KIMI_NAMES.items():
+        _say(raw, name, published, raw.get(published))
+    linear = raw.section("linear_attn_config")
+    for name, (inner, known) in _KIMI_HEADS.items():
+        _say(raw, name, f"linear_attn_config.{inner}", linear.get(inner))
+        raw.replace(dict.fromkeys(known, raw.get(name)))
+    _say(raw, "layer_types", "linear_attn_config", _kinds_of_kimi(raw, linear))
+
+
+def _say(raw: ConfigFile, name: str, published: str, value: Any) -> None:
+    """Give `name` the value of another field, `published`, unless the file has it."""
+    if raw.get(name) is None:
+        raw.replace({name: value})
+    elif value not in (None, raw.get(name)):
+        raise raw.error(name, f"differs from {published} ({value!r}); correct the wrong one")
+
+
+def _kinds_of_kimi(raw: ConfigFile, linear: Fields) -> list[str] | None:
+    """Return the kind of each layer, whose numbers begin with one; None: the file does not list them so."""
+    num_layers, named = raw.integer("num_hidden_layers"), ("kda_layers", "full_attn_layers")
+    listed: list[Any] = [linear.get(name) for name in named]
+    if listed == [None, None]:
+        return None
+    lists = [cast(list[Any], each) if isinstance(each, list) else [None] for each in listed]
+    if sorted(map(repr, lists[0] + lists[1])) != sorted(map(repr, range(1, num_layers + 1))):
+        raise linear.error("kda_layers", f"and full_attn_layers must list the layers 1 to {num_layers} once")
+    return ["linear_attention" if layer in lists[0] else "full_attention" for layer in range(1, num_layers + 1)]
+
+
+def read_kimi_delta(raw: ConfigFile) -> DeltaConfig:
+    """Read the layers of Kimi-Linear with a delta rule, whose states decay by channel."""
+    delta = read_delta(raw)
+    return replace(delta, decay_dim=delta.key_dim)

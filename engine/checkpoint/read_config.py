@@ -289,6 +289,8 @@ def _check_beside(raw: ConfigFile, among: Fields, name: str, beside: str) -> Non
 
 
 def _rope(raw: ConfigFile, family: ModelFamily) -> RopeConfig:
+    if not family.has_rotary:
+        return RopeConfig("proportional", share=0.0)
     fields = _rope_fields(raw, family)
     _check_beside(raw, fields, "rope_theta", "rope_theta")
     rope = _rotation(raw, family, fields)

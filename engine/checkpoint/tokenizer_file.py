@@ -40,7 +40,11 @@ _KIMI = "|".join(
         r"\s+",
     )
 )
-_PATTERNS = {"kimi_k2": _KIMI, "kimi_k25": _KIMI}  # by model_type, of the whole or of its text model
+_PATTERNS = {
+    "kimi_k2": _KIMI,
+    "kimi_k25": _KIMI,
+    "kimi_linear": _KIMI,
+}  # by model_type, of the whole or of its text model
 _Special = tuple[str, bool]  # an added token, and whether texts leave it out
 
 

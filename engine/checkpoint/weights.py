@@ -51,8 +51,9 @@ class Weights(ABC):
     def is_scaled(self, projection: str) -> bool:
         """Return whether the checkpoint has scales of a projection."""
         quantization = self.quantization
-        is_stored = quantization is not None and not quantization.is_online
-        return is_stored and self.has(f"{projection}.{quantization.scale_name}")
+        if quantization is None or quantization.is_online:
+            return False
+        return self.has(f"{projection}.{quantization.scale_name}")
 
     @abstractmethod
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The layer with a gated delta rule in place of attention (Qwen3-Next and Qwen3.5).
+"""The layer with a gated delta rule in place of attention (Qwen3-Next, Qwen3.5 and Kimi-Linear).
 
 The layer has three pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
 projections for each token. DELTA_UPDATES holds what each token adds to the state, before its key. DELTA_STATES holds
@@ -20,7 +20,7 @@ reads them. A forward never writes a state that it reads, so it may be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +43,13 @@ class DeltaNet:
     """A `SelfAttention` (decoder.py) with a gated delta rule."""
 
     place: int  # of the layer in its pools
-    inputs: tuple[Linear, ...]  # hidden_size -> the parts of `part_sizes`, each divided by key heads
+    inputs: tuple[Linear, ...]  # hidden_size -> the parts of `part_sizes`, divided by key heads, or of a low rank
     part_sizes: tuple[int, ...]  # of the projections; together they give each key head q, k, values, gates, b and a
+    ups: tuple[Linear | None, ...]  # of each part: from its low rank to all key heads; None: it is divided by them
     weights: DeltaWeights
     norm: Tensor  # [value_dim], of the outputs of a head
     eps: float
+    activation: Callable[[Tensor], Tensor]  # of the gates
     out: Linear  # num_value_heads * value_dim -> hidden_size
 
     @property
@@ -58,18 +60,19 @@ class DeltaNet:
         """Store the new tokens' rows and the states that they complete, and return the gated outputs: [num_tokens,
         hidden_size] -> [num_tokens, num_value_heads * value_dim]."""
         weights, (num_heads, num_shared, _, value_dim) = self.weights, self.weights.state_shape
-        parts = [part.unflatten(1, (num_heads, -1)) for part in self._projected(normed)]
-        if captures(parts[0].device) and len(parts[0]):
-            return self._by_kernels(parts, context.further)
-        sizes = [weights.taps.shape[1], num_shared * value_dim, 2 * num_shared]
-        qkv, gate, ba = torch.cat(parts, 2).split(sizes, 2)
+        parts = zip(self._projected(normed), self.ups, strict=True)
+        of_heads = [(part if up is None else up(part)).unflatten(1, (num_heads, -1)) for part, up in parts]
+        if captures(of_heads[0].device) and len(of_heads[0]) and weights.dt_bias.shape[2] == 1:
+            return self._by_kernels(of_heads, context.further)
+        num_channels, num_gates = weights.taps.shape[1], num_shared * value_dim
+        qkv, gate, ba = torch.cat(of_heads, 2).tensor_split([num_channels, num_channels + num_gates], 2)
         rows = torch.cat([qkv, ba], 2)
         context.further.store(DELTA_ROWS, self.place, rows.flatten(1))
         outputs = rows.new_zeros(len(rows), num_heads * num_shared, value_dim)
         for new in context.further.new_rows():
             outputs[new.tokens] = self._outputs(context.further, new, rows[new.tokens]).to(rows.dtype)
         y = rms_norm(outputs.flatten(0, 1), self.norm, self.eps).view_as(outputs)
-        return (y * F.silu(gate.reshape(outputs.shape).float())).to(rows.dtype).flatten(1)
+        return (y * self.activation(gate.reshape(outputs.shape).float())).to(rows.dtype).flatten(1)
 
     def _projected(self, normed: Rows) -> Sequence[Tensor]:
         """Return the parts of the input projections, each [num_tokens, size]. A part is a view of one projection."""
@@ -84,6 +87,7 @@ class DeltaNet:
     def _by_kernels(self, parts: Sequence[Tensor], rows: PoolRows) -> Tensor:
         """Do the work of a forward by kernels that read and write pages in place. `parts`: each [num_tokens,
         num_key_heads, width]."""
+        assert self.activation is F.silu, self.activation
         inputs, weights = _divided(parts, self.weights), self.weights
         pools = DeltaPools(*(rows.pools[name][self.place] for name in (DELTA_ROWS, DELTA_UPDATES, DELTA_STATES)))
         outputs: list[Tensor] = []

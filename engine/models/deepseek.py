@@ -29,7 +29,7 @@ def read_deepseek(config: ModelConfig, weights: Weights) -> DecoderModel:
 
 
 def _read_layer(config: ModelConfig, weights: Weights, prefix: str, index: int, *, has_experts: bool) -> DecoderLayer:
-    attention = _read_attention(config, weights, f"{prefix}.self_attn", index)
+    attention = read_latent_attention(config, weights, f"{prefix}.self_attn", index)
     mlp = read_mixture(config, weights, f"{prefix}.mlp") if has_experts else None
     return read_layer(config, weights, prefix, index, mlp, attention)
 
@@ -39,7 +39,8 @@ def read_deepseek_mtp_layer(config: ModelConfig, weights: Weights, prefix: str, 
     return _read_layer(config, weights, prefix, index, has_experts=config.experts is not None)
 
 
-def _read_attention(config: ModelConfig, weights: Weights, prefix: str, index: int) -> LatentAttention:
+def read_latent_attention(config: ModelConfig, weights: Weights, prefix: str, index: int) -> LatentAttention:
+    """Read the attention at `prefix`, whose latents are layer `index` of the pool."""
     latent = config.latent
     assert latent is not None, config
     num_heads, size = config.num_heads, config.hidden_size

@@ -12,7 +12,9 @@ from ..checkpoint.read_attention import (
     read_gemma4,
     read_index,
     read_index_keys,
+    read_kimi_delta,
     read_latent,
+    respell_kimi_linear,
     respell_mimo,
     value_dim,
 )
@@ -279,6 +281,29 @@ QWEN3_5_MOE = ModelFamily(
     mtp_layer_reader="qwen_next.read_next_mtp_layer",
     own_mtp=("mtp",),
 )
+KIMI_LINEAR = ModelFamily(
+    architecture="KimiLinearForCausalLM",
+    model_type="kimi_linear",
+    reader="kimi_linear.read_kimi_linear",
+    has_rotary=False,
+    needs=(
+        *_LATENT_WIDTHS,
+        "first_k_dense_replace|mlp_layer_types",
+        "linear_head_dim",
+        "linear_num_heads",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "rms_norm_eps",
+        "routed_scaling_factor",
+    ),
+    inert=_SUMS,
+    fixed={"mla_use_nope": True, "use_grouped_topk": True},
+    respell=respell_kimi_linear,
+    read_experts=partial(read_latent_experts, scoring="sigmoid"),
+    read_latent=read_latent,
+    read_delta=read_kimi_delta,
+    own_mtp=(),
+)
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -441,6 +466,7 @@ FAMILIES = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        KIMI_LINEAR,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         GLM4_MOE_LITE,

@@ -46,6 +46,7 @@ class ModelFamily:
     window_theta: float | None = None  # of rotary embeddings in layers with a window; None: as in the others
     score_scale: float | Literal["query_pre_attn_scalar"] | None = None  # a key of config.json: 1 / sqrt of its value
     rotary_share: float | None = None  # of a head that is rotated, if config.json does not say; None: always all
+    has_rotary: bool = True  # False: no layer rotates queries and keys
     may_have_mlp_bias: bool = False
     may_cap_logits: bool = False  # by final_logit_softcapping
     scale_name: ScaleName | None = None  # of the scales of blocks in FP8, if it is none of the usual ones

@@ -28,6 +28,7 @@ class MixtureNames(NamedTuple):
     bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
     shared_gate: str | None = None  # None: the shared experts have no gate
+    of_shared: tuple[str, str, str] | None = None  # gate, up and down of the shared experts; None: as of the others
 
 
 NAMES = MixtureNames()
@@ -50,7 +51,7 @@ def read_mixture(
     products = choose_experts_product(_sources(config, weights, f"{prefix}.experts", names))
     shared: Mlp | None = None
     if experts.shared_size:
-        of_shared = (names.gate, names.up, names.down)
+        of_shared = names.of_shared or (names.gate, names.up, names.down)
         shared = read_mlp(config, weights, f"{prefix}.{names.shared}", experts.shared_size, of_shared)
     gate = None if names.shared_gate is None else weights.tensor(f"{prefix}.{names.shared_gate}.weight", 1, size)
     return MoeMlp(router, products, shared, weights.ranks.sum_of(INNER_IN), gate)

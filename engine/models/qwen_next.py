@@ -10,6 +10,7 @@ import itertools
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.state.delta_rule import DeltaWeights
@@ -90,21 +91,31 @@ def _read_delta_net(
         for together in (list(group) for _, group in itertools.groupby(named, lambda each: weights.is_scaled(each[0])))
     )
     taps = weights.tensor(f"{prefix}.conv1d.weight", len(channels), 1, delta.num_taps, dtype=torch.float32)
-    of_heads = [weights.tensor(f"{prefix}.{name}", num_values, dtype=torch.float32) for name in ("A_log", "dt_bias")]
-    by_head = [
-        each.view(num_heads, -1, *each.shape[1:]) for each in (taps.squeeze(1)[channels.to(weights.device)], *of_heads)
-    ]
-    shard = weights.ranks.shard(split)
-    taps, a_log, dt_bias = by_head if shard is None else (shard.take(each, 0).clone() for each in by_head)
+    a_log, dt_bias = (
+        weights.tensor(f"{prefix}.{name}", num_values, dtype=torch.float32) for name in ("A_log", "dt_bias")
+    )
+    own = delta_weights(delta, weights, split, taps.squeeze(1)[channels.to(weights.device)], a_log, dt_bias)
     return DeltaNet(
         place,
         inputs,
-        tuple(size // num_heads * len(taps) for size in sizes.values()),
-        DeltaWeights(taps, a_log, dt_bias, delta.key_dim, delta.value_dim),
+        tuple(size // num_heads * len(own.taps) for size in sizes.values()),
+        (None,) * len(sizes),
+        own,
         weights.tensor(f"{prefix}.norm.weight", delta.value_dim),
         config.rms_norm_eps,
+        F.silu,
         weights.linear(f"{prefix}.out_proj", config.hidden_size, value_size, bias=False, split=HEADS_IN),
     )
+
+
+def delta_weights(
+    delta: DeltaConfig, weights: Weights, split: Split, taps: Tensor, a_log: Tensor, dt_bias: Tensor
+) -> DeltaWeights:
+    """Return this rank's share of the numbers of each head, which stand head by head."""
+    heads, shard = (delta.num_key_heads, delta.num_shared), weights.ranks.shard(split)
+    by_head = [taps.view(heads[0], -1, delta.num_taps), a_log.view(heads), dt_bias.view(*heads, -1)]
+    taps, a_log, dt_bias = by_head if shard is None else [shard.take(each, 0).clone() for each in by_head]
+    return DeltaWeights(taps, a_log, dt_bias, delta.key_dim, delta.value_dim)
 
 
 def _by_head(delta: DeltaConfig) -> Tensor:

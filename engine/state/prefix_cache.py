@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...metadata.errors import OutOfPages
@@ -40,6 +40,7 @@ class _Node:
     parent: _Node | None
     children: dict[bytes, _Node] = field(default_factory=dict)
     num_references: int = 0
+    is_cached: bool = True  # False once its page is evicted
     tail: int | None = None  # its tail page
     num_tail_uses: int = 0
 
@@ -78,6 +79,25 @@ class PrefixCache:
         self._idle_tails: OrderedDict[_Node, None] = OrderedDict()  # nodes whose tail page nobody uses, as `_idle`
         self._passed_tails: OrderedDict[_Node, None] = OrderedDict()  # likewise, before the end of a text, never used
         self._num_pages = self._num_tails = 0
+        self._watchers: tuple[Callable[[_Node], object], ...] = ()
+        self.num_changes = 0  # how often a page or tail page was stored or removed
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    def first_pages(self) -> list[_Node]:
+        """Return the nodes of all first pages of texts."""
+        return list(self._root.children.values())
+
+    def watch(self, note: Callable[[_Node], object]) -> None:
+        """Call `note(node)` whenever a page or tail page of a node is stored or removed. It is called in the middle of
+        a step, so it only notes the node."""
+        self._watchers += (note,)
+
+    def unwatch(self, note: Callable[[_Node], object]) -> None:
+        """End `watch`."""
+        self._watchers = tuple(each for each in self._watchers if each != note)
 
     @property
     def num_pages(self) -> int:
@@ -177,6 +197,7 @@ class PrefixCache:
                 self.pool.transfer((tail,), Owner.CACHE)
                 node.tail = tail
                 self._num_tails += 1
+                self._changed(node)
                 is_end = end is not None and index >= end
                 (self._idle_tails if is_end else self._passed_tails)[node] = None
                 taken.append(tail)
@@ -256,9 +277,11 @@ class PrefixCache:
             node, _ = self._idle.popitem(last=False)
             assert not node.children and node.num_references == 0 and node.parent is not None, node.page
             del node.parent.children[node.key]
+            node.is_cached = False
             if node.tail is not None:
                 self._drop_tail(node)
             self.pool.release((node.page,), Owner.CACHE)
+            self._changed(node)
         self._num_pages -= n
         return n
 
@@ -283,6 +306,12 @@ class PrefixCache:
         self.pool.release((node.tail,), Owner.CACHE)
         self._num_tails -= 1
         node.tail = None
+        self._changed(node)
+
+    def _changed(self, node: _Node) -> None:
+        self.num_changes += 1
+        for note in self._watchers:
+            note(node)
 
     def _num_keyed(self, num_tokens: int) -> int:
         return max(0, num_tokens - self.lookahead) // self.pool.page_size
@@ -320,6 +349,7 @@ class PrefixCache:
         self.pool.transfer((page,), Owner.CACHE)
         node = parent.children[key] = _Node(page, key, parent)
         self._num_pages += 1
+        self._changed(node)
         return node
 
     def _extend(self, lease: Lease, node: _Node) -> None:

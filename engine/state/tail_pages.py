@@ -25,11 +25,6 @@ def most_tails(window: int, num_new: int, page_size: int) -> int:
     return pages_of(max(0, window + num_new - 2), page_size) + 1
 
 
-def tails_before(window: int, page_size: int) -> int:
-    """Return how many tail pages hold what the token behind a whole page sees of layers with this window."""
-    return pages_of(max(0, window - 1), page_size)
-
-
 def tails_beside(
     num_pages: int,
     window: int,

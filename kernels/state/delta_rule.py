@@ -5,11 +5,13 @@ decay g_t <= 0 of each token:
 
     S <- exp(g_t) S;   S <- S + k_t (beta_t (v_t - S^T k_t))^T;   o_t = S^T q_t / sqrt(key_dim)
 
-A block of B tokens behind the state S is computed at once. G_i is the sum of the block's decays up to token i, and
-A_ij = exp(G_i - G_j) for j <= i, else 0:
+The decay is one number, or one for each row of S (Kimi Delta Attention, arXiv:2510.26692).
 
-    (1 + tril(beta_i (k_i . k_j) A_ij, -1)) U = beta (v - exp(G) k S)
-    o = exp(G) q S + ((q k^T) A) U;   S after the block = exp(G_B) S + (exp(G_B - G) k)^T U
+A block of B tokens behind the state S is computed at once. G_i is the sum of the block's decays up to token i, and
+P(x)_ij = sum of x_i k_j exp(G_i - G_j) over key_dim for j <= i, else 0:
+
+    (1 + tril(beta_i P(k)_ij, -1)) U = beta (v - (exp(G) k) S)
+    o = (exp(G) q) S + P(q) U;   S after the block = exp(G_B) S + (exp(G_B - G) k)^T U
 
 A row depends only on the rows before it. Blocks begin at multiples of B, and an incomplete block is padded to B rows.
 So every product has one shape, and the numbers of a token are equal bit for bit, however a text is divided into
@@ -20,7 +22,7 @@ it:
 
     | q | k | v of each value head | b of each value head | a of each value head |
     (q, k, v) <- silu(convolution over this row and the ones before it);  q, k <- q / |q|, k / |k|
-    beta = sigmoid(b);  g = -exp(A_log) softplus(a + dt_bias)
+    beta = sigmoid(b);  g = -exp(A_log) softplus(a + dt_bias), where a, dt_bias and g have decay_dim numbers
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class DeltaWeights(NamedTuple):
 
     taps: Tensor  # [num_key_heads, 2 * key_dim + num_shared * value_dim, num_taps], of the oldest row first
     a_log: Tensor  # [num_key_heads, num_shared], value heads that share a key head
-    dt_bias: Tensor  # [num_key_heads, num_shared]
+    dt_bias: Tensor  # [num_key_heads, num_shared, decay_dim]; decay_dim is 1 or key_dim
     key_dim: int
     value_dim: int
 
@@ -47,6 +49,11 @@ class DeltaWeights(NamedTuple):
     def num_before(self) -> int:
         """Number of rows before a row that its convolution reads."""
         return self.taps.shape[2] - 1
+
+    @property
+    def width(self) -> int:
+        """Numbers of one key head in a row."""
+        return self.taps.shape[1] + self.a_log.shape[1] * (1 + self.dt_bias.shape[2])
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
@@ -65,9 +72,9 @@ class DeltaOutputs(NamedTuple):
 def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: int) -> DeltaOutputs:
     """Return the outputs and updates of rows, and the states after the whole blocks among them.
 
-    `rows` [num_rows, num_key_heads, 2 * key_dim + num_shared * (value_dim + 2)] begin `num_before` rows before a block,
-    zeros before the text. `state` is float32 of `state_shape`, the state at that block."""
-    assert rows.shape[1:] == (len(weights.taps), weights.taps.shape[1] + 2 * state.shape[1]), rows.shape
+    `rows` [num_rows, num_key_heads, 2 * key_dim + num_shared * (value_dim + 1 + decay_dim)] begin `num_before` rows
+    before a block, zeros before the text. `state` is float32 of `state_shape`, the state at that block."""
+    assert rows.shape[1:] == (len(weights.taps), weights.width), (rows.shape, weights.width)
     assert state.shape == weights.state_shape and state.dtype == torch.float32, (state.shape, state.dtype)
     outputs: list[Tensor] = []
     updates: list[Tensor] = []
@@ -96,20 +103,30 @@ def _compute_block(rows: Tensor, state: Tensor, weights: DeltaWeights) -> tuple[
     q, k, v = F.silu(mixed).transpose(0, 1).split([key_dim, key_dim, num_shared * value_dim], 2)
     q, k = (_unit(each).unsqueeze(1) for each in (q, k))  # [num_key_heads, 1, block, key_dim]
     v = v.unflatten(2, (num_shared, value_dim)).transpose(1, 2)  # [num_key_heads, num_shared, block, value_dim]
-    b, a = rows[num_before:, :, num_channels:].permute(1, 2, 0).split(num_shared, 1)
+    b, a = rows[num_before:, :, num_channels:].permute(1, 2, 0).tensor_split([num_shared], 1)
     beta = torch.sigmoid(b).unsqueeze(3)  # [num_key_heads, num_shared, block, 1]
-    steps = -weights.a_log.exp().unsqueeze(2) * F.softplus(a + weights.dt_bias.unsqueeze(2))
-    decay = steps.cumsum(2).unsqueeze(3)
-    is_later = torch.ones(block, block, dtype=torch.bool, device=rows.device).triu(1)
-    between = (decay - decay.transpose(2, 3)).masked_fill(is_later, float("-inf")).exp()
-    system = beta * (k @ k.transpose(2, 3)) * between
-    known = beta * (v - decay.exp() * (k @ state))
+    a = a.unflatten(1, (num_shared, -1)).transpose(2, 3)  # [num_key_heads, num_shared, block, decay_dim]
+    steps = -weights.a_log.exp()[:, :, None, None] * F.softplus(a + weights.dt_bias.unsqueeze(2))
+    decay = steps.cumsum(2)
+    system = beta * _decayed_products(k, k, decay)
+    known = beta * (v - (decay.exp() * k) @ state)
     update = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     q = q * key_dim**-0.5
-    output = decay.exp() * (q @ state) + ((q @ k.transpose(2, 3)) * between) @ update
+    output = (decay.exp() * q) @ state + _decayed_products(q, k, decay) @ update
     last = decay[:, :, -1:]
-    after = last.exp() * state + ((last - decay).exp() * k).transpose(2, 3) @ update
+    after = last.exp().transpose(2, 3) * state + ((last - decay).exp() * k).transpose(2, 3) @ update
     return output.permute(2, 0, 1, 3).flatten(1, 2), update.permute(2, 0, 1, 3).flatten(1, 2), after
+
+
+def _decayed_products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
+    """Return P(x), [num_key_heads, num_shared, block, block]. `x` and `k` are [num_key_heads, 1, block, key_dim],
+    `decay` [num_key_heads, num_shared, block, decay_dim] is G. No exponent is above zero, so nothing overflows."""
+    block = decay.shape[2]
+    is_later = torch.ones(block, block, dtype=torch.bool, device=decay.device).triu(1).unsqueeze(2)
+    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(is_later, float("-inf")).exp()
+    if decay.shape[3] == 1:
+        return (x @ k.transpose(2, 3)) * between.squeeze(4)
+    return (between.mul_(k.unsqueeze(2)) @ x.unsqueeze(4)).squeeze(4)
 
 
 def _unit(x: Tensor) -> Tensor:

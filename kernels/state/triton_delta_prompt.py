@@ -12,6 +12,7 @@ on the division of a text into chunks.
 
 # ruff: noqa: N803, N806
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -317,7 +318,7 @@ def _pass_kernel(
     place = places(begin - BLOCK, has_state, pages_ptr, head, HEADS, PAGE_SIZE)
     is_kept = is_state & has_state
     state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_kept, other=0.0)
-    for edge in range(begin, stop, BLOCK):
+    for edge in range(begin, tl.where(start < stop, stop, begin), BLOCK):
         slots = edge + row
         is_row = (row < BLOCK) & (slots < stop)
         of_head = block * (HEADS * SHARED) + value_head

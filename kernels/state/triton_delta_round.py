@@ -6,6 +6,7 @@ each other, so programs do not wait for each other. They all compute the keys th
 
 # ruff: noqa: N803, N806
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def delta_round(
 
 def tiles_of(num_states: int, value_dim: int) -> tuple[int, int]:
     """Return the columns of a program and its warps, for so many value heads of sequences."""
-    whole = max(TILE, triton.next_power_of_2(value_dim))
+    whole = max(TILE, int(triton.next_power_of_2(value_dim)))
     return min(32 if num_states < _FEW_PROGRAMS else 64, whole), 8
 
 

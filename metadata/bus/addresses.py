@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _TCP = re.compile(r"tcp://(\[(?P<ipv6>[0-9A-Fa-f:.]+(%\w+)?)\]|(?P<host>[A-Za-z0-9_.*-]+)):(?P<port>\d{1,5}|\*)")
 _HOST_AND_PORT = re.compile(r"(\[[^\]]*\]|[^:\[\]]+):(\d{1,5}|\*)")
+PAGE_PORTS = 500
 _MAX_PORT = 65535
 _MAX_IPC_PATH = 100  # sockaddr_un holds 107 bytes
 
@@ -117,6 +118,16 @@ def address_of_rank(host: str, rank: int) -> str:
             f"address {host!r}: rank {rank} would listen at port {port}; use a port of at most {_MAX_PORT - rank}"
         )
     return str(replace(address, port=port))
+
+
+def page_port_of(address: str) -> str | None:
+    """Return where a node that was told to listen at `address` for data links listens for pages: at any free port, or,
+    if it was told the port, at the port PAGE_PORTS above. None: there is no such port, or the address is a path."""
+    parsed = parse_address(address)
+    port = None if parsed.port is None else parsed.port + PAGE_PORTS
+    if parsed.scheme != "tcp" or (port or 0) > _MAX_PORT:
+        return None
+    return str(replace(parsed, port=port))
 
 
 def host_identity() -> str:

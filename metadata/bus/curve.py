@@ -6,6 +6,9 @@ socket's context about every handshake (ZAP, RFC 27), and passes it the ZAP doma
 sets. Here the domain is the one accepted public key, or it names an allow-list of this process. Sockets set
 ZAP_ENFORCE_DOMAIN, so nobody gets in without a handler. Every later message carries its sender's key (`sender_key` in
 sockets.py), so a key can be shut out while its connection is still open; libzmq does not close such connections.
+
+A socket whose messages are sealed otherwise has guests in place of keys (`admit_guests`): peers to whom this process
+has given a name and a password over another connection (libzmq's mechanism PLAIN).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import threading
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import zmq
@@ -40,6 +43,17 @@ _CLOSE = b"close"
 _REFUSAL_LOG_S = 5.0
 _refusals = Throttle(_REFUSAL_LOG_S)
 _lists: WeakValueDictionary[bytes, AllowList] = WeakValueDictionary()  # by ZAP domain
+
+
+class Guests(Protocol):
+    """The peers that may connect to a socket without keys."""
+
+    def admits(self, name: bytes, password: bytes) -> bool:
+        """Return whether the guest may connect. The handler's thread calls it, once per connection."""
+        ...
+
+
+_guests: WeakValueDictionary[bytes, Guests] = WeakValueDictionary()  # by ZAP domain
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +159,17 @@ def secure_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
+def admit_guests(socket: zmq.Socket[bytes], guests: Guests) -> None:
+    """Make a socket, before it binds, accept only these guests, without encryption. Messages carry the guest's name as
+    `sender_key` in sockets.py says. The caller must keep `guests` alive; without it nobody gets in."""
+    _start_handler(cast("zmq.Context[zmq.Socket[bytes]]", socket.context))
+    domain = secrets.token_hex(8).encode()
+    _guests[domain] = guests
+    socket.plain_server = 1
+    socket.zap_domain = domain
+    socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
 def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server: str) -> None:
     """Make a socket, before it connects, speak only to the server `server`. Raises ConfigError if the allow-list does
     not name it."""
@@ -197,13 +222,25 @@ def _serve_handler(socket: zmq.Socket[bytes]) -> None:
 
 
 def _answer(request: list[bytes]) -> list[bytes]:
-    # request: version, request id, domain, address, identity, mechanism, credentials (CURVE: one key of 32 bytes)
+    # request: version, request id, domain, address, identity, mechanism, credentials
+    is_accepted, who = False, b""
+    match request:
+        case [b"1.0", _, domain, address, _, b"CURVE", key] if len(key) == 32:
+            who = z85.encode(key)
+            is_accepted = _is_accepted(who, domain, address)
+        case [b"1.0", _, domain, _, _, b"PLAIN", who, password]:
+            is_accepted = _is_guest(domain, who, password)
+        case _:
+            pass
     request_id = request[1] if len(request) > 1 else b""
-    is_ours = len(request) == 7 and request[0] == _ZAP_VERSION and request[5] == b"CURVE" and len(request[6]) == 32
-    key = z85.encode(request[6]) if is_ours else b""
-    if not (is_ours and _is_accepted(key, request[2], request[3])):
-        return [_ZAP_VERSION, request_id, _CLOSE, b"not an accepted key", b"", b""]
-    return [_ZAP_VERSION, request_id, b"200", b"OK", key, b""]
+    if not is_accepted:
+        return [_ZAP_VERSION, request_id, _CLOSE, b"not an accepted key or guest", b"", b""]
+    return [_ZAP_VERSION, request_id, b"200", b"OK", who, b""]
+
+
+def _is_guest(domain: bytes, name: bytes, password: bytes) -> bool:
+    guests = _guests.get(domain)
+    return guests is not None and guests.admits(name, password)
 
 
 def _is_accepted(key: bytes, domain: bytes, address: bytes) -> bool:

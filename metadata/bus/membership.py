@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import socket
 import time
@@ -19,16 +20,29 @@ from typing import Protocol
 
 import zmq
 
+from ..cache.changes import WatchedCache
+from ..cache.news import CacheNews
 from ..errors import Refused
 from ..service_manager import has_manager, notify
-from ..wire.membership import IDLE, Drain, Flush, Hello, Inspect, Leaving, LedgerReport, TokenizerFile
+from ..wire.membership import (
+    IDLE,
+    CachedPages,
+    Drain,
+    Flush,
+    Hello,
+    Inspect,
+    Leaving,
+    LedgerReport,
+    TellPages,
+    TokenizerFile,
+)
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load, NodeStats, PoolLedger
 from ..wire.request import Unit
 from .curve import KeyPair
 from .link import Link, Outlook
 from .liveness import HeartbeatThread
-from .session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession, RouterWork
+from .session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession, RouterWork, SessionEvent
 from .sockets import HANDSHAKE_MS
 
 logger = logging.getLogger(__name__)
@@ -48,7 +62,7 @@ class RouterGone:
     reason: str
 
 
-class PageLedger(Protocol):
+class PageLedger(WatchedCache, Protocol):
     """The node's page ledger and prefix cache."""
 
     def ledger(self) -> PoolLedger: ...
@@ -126,6 +140,7 @@ class Membership:
         self._session = RouterSession(
             hello, self._link.send, tokenizer, round_trip_s=lambda: self._heartbeat.round_trip_s
         )
+        self._news = CacheNews(self._send_news)
         self._num_welcomes = 0
         self._router_address = router_address
         self._node_id, self._keys = hello.node_id, keys
@@ -163,6 +178,7 @@ class Membership:
         self._num_welcomes += num_welcomes
         self._heartbeat.speak(self._session.protocol, self._num_welcomes)
         for item in todo:
+            self._keep_news(item)
             match item:
                 case Joined() if self._leaving_until is not None:
                     self.send(Leaving(done=False))
@@ -180,6 +196,8 @@ class Membership:
                 case Flush(query=query):
                     self.member.cache.flush()
                     self._report_ledger(query)
+                case TellPages():
+                    self._news.begin_anew()
                 case Drain():
                     self._is_asked_to_leave = True
                 case _:
@@ -200,7 +218,8 @@ class Membership:
         self._heartbeat.enter(phase, limit_s)
 
     def report(self) -> None:
-        """Update the figures of the next heartbeats, at most once per REPORT_INTERVAL_S. Called every step."""
+        """Update the figures of the next heartbeats, at most once per REPORT_INTERVAL_S, and tell the router what the
+        prefix cache holds. Called every step."""
         now = time.monotonic()
         if now - self._reported_at >= REPORT_INTERVAL_S:
             self._reported_at = now
@@ -208,6 +227,7 @@ class Membership:
                 notify("alive")
             self._heartbeat.report(self.member.load(), self.member.stats())
             self.member.handoff.allow_for(self._heartbeat.round_trip_s)
+        self._news.tell(now)
 
     def wait(self, also: Sequence[int] = ()) -> None:
         """Sleep until a message, a signal or the node's deadline, or until one of the descriptors `also` can be
@@ -217,8 +237,8 @@ class Membership:
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
         for zmq_socket in (self._link.socket, *self.member.handoff.sockets(), *also):
             poller.register(zmq_socket, zmq.POLLIN)
-        wait_s = self.member.handoff.wait_s()
-        poller.poll(max(0, int(1000 * (IDLE_WAIT_S if wait_s is None else min(IDLE_WAIT_S, wait_s)))))
+        waits_s = IDLE_WAIT_S, self.member.handoff.wait_s(), self._news.wait_s(time.monotonic())
+        poller.poll(max(0, math.ceil(1000 * min(each for each in waits_s if each is not None))))
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(64)
 
@@ -290,6 +310,19 @@ class Membership:
             return "does the router there have the same --keys?"
         line = f"{self._node_id} {self._keys.public.decode()}"
         return f"has the router the key that {self._keys.allow_list.path} says, and does its --allow-list say `{line}`?"
+
+    def _keep_news(self, item: RouterWork | SessionEvent) -> None:
+        """Begin the news of the node's cached pages with a router, and end it."""
+        match item:
+            case Joined(page_key=key) if key:
+                self._news.begin(self.member.cache, key)
+            case RouterChanged() | RouterLost():
+                self._news.end()
+            case _:
+                pass
+
+    def _send_news(self, news: CachedPages) -> bool:
+        return self._link.send(news, self._session.protocol)
 
     def _report_ledger(self, query: int) -> None:
         member = self.member

@@ -32,6 +32,7 @@ from ..wire.membership import (
     Proven,
     Refusal,
     RouterHeartbeat,
+    TellPages,
     TokenizerFile,
     Welcome,
 )
@@ -48,10 +49,11 @@ WELCOME_TIMEOUT_S = 4.8  # Hello is repeated to a router that has not answered f
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The router welcomed this node. Both speak `protocol`."""
+    """The router welcomed this node. Both speak `protocol`. `page_key`: of `Welcome`."""
 
     router_epoch: str
     protocol: int
+    page_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class RouterRefused:
     reason: str
 
 
-RouterWork = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | Drain
+RouterWork = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | TellPages | Drain
 SessionEvent = Joined | RouterChanged | RouterLost | RouterRefused
 
 
@@ -190,7 +192,7 @@ class RouterSession:
         self._is_joined = True
         if self.protocol < Proven.since:
             self._remember(())  # this router will not say when a pair is no longer right
-        todo.append(Joined(message.router_epoch, self.protocol))
+        todo.append(Joined(message.router_epoch, self.protocol, message.page_key))
         if message.need_tokenizer:
             self._send(self._tokenizer(), self.protocol)
 

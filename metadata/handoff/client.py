@@ -23,7 +23,7 @@ from functools import partial
 import zmq
 
 from ..bus.sockets import DroppedFrames
-from ..errors import ConfigError, OutOfMemory, ProtocolError, Refused, StaleMessage, TransferError
+from ..errors import ConfigError, OutOfMemory, ProtocolError, StaleMessage, TransferError
 from ..wire.data_link import LinkRefused, LinkWelcome
 from ..wire.messages import Ack, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
 from ..wire.node_info import Peer
@@ -34,7 +34,7 @@ from .pull_link import ANSWER_S, PullLink, PullLinks
 from .ranks.orders import RankLine
 from .ranks.puller import RankTeam
 from .transfer import Event, Revoked, Transfer, TransferFailed
-from .transports.base import POLL_BYTES, Landed
+from .transports.base import Landed
 from .transports.ranks import RanksTransport
 
 logger = logging.getLogger(__name__)
@@ -175,20 +175,13 @@ class HandoffClient:
             link.renew(now, [transfer.unit for transfer in self._transfers_of(link)])
 
     def _step(self, link: PullLink) -> None:
-        transport = link.transport
-        if transport is None:
-            return
         try:
-            for landed in transport.step(POLL_BYTES):
+            for landed in link.step():
                 self._land(link, landed)
         except OutOfMemory as error:  # each time ends one transfer, so that the others get the memory
-            self._fail(transport.next_unit, str(error), tell=link, code=error.code)
-        except Refused as error:
-            link.is_refused = True
-            link.lose(str(error))
-        except TransferError as error:
-            link.lose(str(error))
-        self._has_more |= transport.is_busy
+            assert link.transport is not None
+            self._fail(link.transport.next_unit, str(error), tell=link, code=error.code)
+        self._has_more |= link.transport is not None and link.transport.is_busy
 
     def _handle(self, link: PullLink, message: ToDecode, data: memoryview | None) -> None:
         match message:

@@ -1,4 +1,5 @@
-"""Sockets of the data links: a prefill node binds one ROUTER, a decode node connects one DEALER per link."""
+"""Sockets of the data links: a prefill node binds one ROUTER, a decode node connects one DEALER per link. Each end may
+have another one, without CURVE, for sealed messages of pages (page_port.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import zmq
 
 from ..bus.addresses import any_port_of, parse_address, require_keys
 from ..bus.connections import MAX_ROUND_TRIP_S
-from ..bus.curve import KeyPair, secure_client, secure_server
+from ..bus.curve import Guests, KeyPair, admit_guests, secure_client, secure_server
 from ..bus.sockets import HANDSHAKE_MS, ZMTP_SILENCE_MS, configure_socket, connect_socket
 from ..errors import ConfigError
 from ..wire.node_info import Peer
@@ -66,6 +67,34 @@ def connect_data_socket(
         server_key = keys.server_key(peer.node_id)
     connect_socket(socket, peer.data_address)
     return server_key
+
+
+def bind_page_socket(
+    address: str, guests: Guests, max_frame: int, context: zmq.Context[zmq.Socket[bytes]]
+) -> zmq.Socket[bytes]:
+    """Return a ROUTER socket at `address` that only the guests may use; what they send must be sealed. The caller
+    closes it. Raises zmq.ZMQError if the address cannot be bound."""
+    socket = context.socket(zmq.ROUTER)
+    try:
+        _configure(socket, address, max_frame, ZMTP_SILENCE_MS)
+        socket.router_mandatory = True
+        admit_guests(socket, guests)
+        socket.bind(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def connect_page_socket(
+    socket: zmq.Socket[bytes], address: str, guest: str, password: str, *, max_frame: int, silence_s: float
+) -> None:
+    """Connect a DEALER socket to a page port, once: a connection that breaks is not made again. `max_frame` and
+    `silence_s` as for `connect_data_socket`. Raises zmq.ZMQError if ZeroMQ refuses the address."""
+    _configure(socket, address, max_frame, round(1000 * silence_s))
+    socket.set(zmq.RECONNECT_IVL, -1)
+    socket.plain_username, socket.plain_password = guest.encode(), password.encode()
+    connect_socket(socket, address)
 
 
 def silence_s(handshake_s: float, round_trip_s: float = 0.0) -> float:

@@ -105,7 +105,7 @@ class PageServer:
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Return the sockets that the loop polls for input."""
-        return [self._links.socket]
+        return self._links.sockets
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""

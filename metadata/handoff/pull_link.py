@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..bus.connections import TcpConnection
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, open_monitor, receive_frames, send_frames
-from ..errors import ConfigError, ProtocolError, StaleMessage, TransferError
+from ..errors import ConfigError, ProtocolError, Refused, StaleMessage, TransferError, Unreachable
 from ..logs import Throttle
 from ..wire.data_link import LinkHello, LinkWelcome
 from ..wire.frames import decode_frame, encode
@@ -39,7 +40,7 @@ from .descriptors import DescriptorInbox
 from .endpoint import Endpoint
 from .ranks.shards import PagePart
 from .schema.kv_layout import Shard
-from .transports.base import POLL_BYTES, PullEnd, PullTeam, Transport
+from .transports.base import POLL_BYTES, Landed, PeerHost, PullEnd, PullTeam, Transport
 from .transports.ranks import RANKS
 from .transports.registry import TRANSPORTS, transport_named
 
@@ -103,10 +104,16 @@ class PullLink:
         self._most_passed_over = 1 if part is None else MAX_PASSED_OVER
         self._hello = msgspec.structs.replace(hello, protocol=self.protocol)
         self._end = PullEnd(tuple(end.memory), self.send, end.device, inbox, part, team, self.protocol)
+        self._host = PeerHost(peer.data_address, end.keys is not None, end.context, end.clock)
         self._clock, self._allow_list, self._answer_s = end.clock, end.allow_list, answer_s
         self._welcomed: LinkWelcome | None = None  # the last one
         self.socket, self.monitor, self.server_key = self._open(peer, end)
         self.send(self._hello)
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets that the loop polls for input."""
+        return [self.socket, self.monitor, *(() if self.transport is None else self.transport.sockets)]
 
     @property
     def is_waiting(self) -> bool:
@@ -163,18 +170,17 @@ class PullLink:
 
         Raises ProtocolError if the frames are not a message of this protocol.
         """
-        try:
-            frames: Any = receive_frames(self.socket, 2, copy=False)
-        except zmq.Again:
+        received = self._read()
+        if received is None and self.transport is not None:
+            received = self.transport.read()
+        if received is None:
             return None
-        message = decode_frame(to_decode_decoder, frames[0].bytes if len(frames[0]) <= DATA_FRAME_BYTES else b"")
-        if len(frames) != (2 if isinstance(message, Pages) else 1):
-            raise ProtocolError(f"{type(message).__name__} with {len(frames)} frames")
+        message, data = received
         self.last_message = self._clock()
         answer = LinkWelcome if self.transport is None else Pages
         if isinstance(message, answer) or not self.is_waiting:  # only the awaited answer counts as one
             self.last_heard, self._has_asked, self._num_passed_over = self.last_message, False, 0
-        return message, frames[1].buffer if len(frames) == 2 else None
+        return message, data
 
     def drain(self, handle: Callable[[ToDecode, memoryview | None], None], dropped: DroppedFrames) -> bool:
         """Receive messages, bounded, and let `handle` take each, with its data frame. Return True if no message is
@@ -194,6 +200,26 @@ class PullLink:
             if num_bytes > POLL_BYTES:
                 break
         return False
+
+    def step(self) -> Iterator[Landed]:
+        """Let the transport move pages, a bounded number, and yield those that have landed. If it has no way to the
+        peer, go on with the next one; if no page can come any more, lose the link. Raises OutOfMemory as the transport
+        does."""
+        transport = self.transport
+        if transport is None:
+            return
+        try:
+            yield from transport.step(POLL_BYTES)
+        except Unreachable as error:
+            if self.transport is transport:
+                transport.close()
+                self.transport = None
+                self._retry_without(transport.name, str(error))
+        except Refused as error:
+            self.is_refused = True
+            self.lose(str(error))
+        except TransferError as error:
+            self.lose(str(error))
 
     def welcome(self, message: LinkWelcome) -> None:
         """Open the transport that the welcome names. If the peer's memory cannot be mapped, say hello again without
@@ -265,7 +291,19 @@ class PullLink:
 
     def _ask(self) -> None:
         self._has_asked = True
-        self.send(self._hello)
+        if self.transport is None or not self.transport.ask():
+            self.send(self._hello)
+
+    def _read(self) -> tuple[ToDecode, memoryview | None] | None:
+        """Return the next message on the link's own socket."""
+        try:
+            frames: Any = receive_frames(self.socket, 2, copy=False)
+        except zmq.Again:
+            return None
+        message = decode_frame(to_decode_decoder, frames[0].bytes if len(frames[0]) <= DATA_FRAME_BYTES else b"")
+        if len(frames) != (2 if isinstance(message, Pages) else 1):
+            raise ProtocolError(f"{type(message).__name__} with {len(frames)} frames")
+        return message, frames[1].buffer if len(frames) == 2 else None
 
     def _pass_over(self) -> None:
         """The peer has answered a hello that was said again. If it owed an answer to earlier messages, they or their
@@ -345,8 +383,9 @@ class PullLink:
         return transport in self._hello.transports or (transport == RANKS and self._end.team is not None)
 
     def _start(self, message: LinkWelcome) -> None:
+        host = replace(self._host, handshake_s=self.handshake_s, round_trip_s=self.round_trip_s)
         try:
-            self.transport = transport_named(message.transport).open(self._end, message)
+            self.transport = transport_named(message.transport).open(replace(self._end, peer=host), message)
         except TransferError as error:
             if message.transport == RANKS:
                 self.refuse(str(error))  # there is no other way between nodes with ranks
@@ -442,7 +481,7 @@ class PullLinks:
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """Return the sockets that the loop polls for input. They change when links open and close."""
-        return [socket for link in self for socket in (link.socket, link.monitor)]
+        return [socket for link in self for socket in link.sockets]
 
     def begin_poll(self) -> None:
         """Excuse the peers from the time in which this node did not poll, and lose links whose key is not listed any

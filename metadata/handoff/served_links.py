@@ -10,12 +10,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from ..bus.addresses import address_of_rank
+from ..bus.addresses import address_of_rank, any_port_of
 from ..bus.connections import PortWatch, TcpConnection
 from ..bus.descriptors import NodePort, limit_of_descriptors
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
@@ -28,6 +28,7 @@ from ..wire.protocol import PROTOCOL_MIN, known
 from ..wire.request import MAX_TEXT
 from .data_socket import bind_data_socket
 from .endpoint import Endpoint, usable
+from .page_port import PageGrant, PagePort
 from .pages import OfferedPages
 from .ranks.shards import PagePart, page_parts
 from .schema.kv_layout import Shard
@@ -48,7 +49,7 @@ MAX_UNSENT = 64  # messages of pages that wait for one decode node; our own clie
 @dataclass(slots=True)
 class DecodePeer:
     """The decode node at the other end of an open link, or one of its ranks, which gets `part` of each page. `unsent`
-    are messages of pages that ZeroMQ has not sent yet."""
+    are messages of pages that ZeroMQ has not sent yet. `grant`: its right to pull at the page port."""
 
     node_id: str
     epoch: str
@@ -57,6 +58,7 @@ class DecodePeer:
     welcome: LinkWelcome  # our answer
     transport: type[Transport]  # by which its pages travel
     part: PagePart | None = None  # of a link for pages alone; None: the link has tickets
+    grant: PageGrant | None = None
     unsent: list[zmq.MessageTracker] = field(default_factory=list[zmq.MessageTracker])
 
     @property
@@ -66,17 +68,27 @@ class DecodePeer:
         return len(self.unsent)
 
 
+class _Answer(NamedTuple):
+    """The answer to a hello, and what the decode node may do at the page port."""
+
+    message: LinkWelcome | LinkRefused
+    grant: PageGrant | None = None
+
+
 class DecodePeers:
     """The decode nodes that may claim tickets or pull pages of our `end`, by link.
 
     `lease_s` is how long a ticket's lease lasts. `addresses` are those of all ranks of this node, by rank. Only rank 0
-    has tickets.
+    has tickets. `port` is the page port, if there is one.
     """
 
-    def __init__(self, end: Endpoint, pages: OfferedPages, lease_s: float, addresses: Sequence[str]) -> None:
+    def __init__(
+        self, end: Endpoint, pages: OfferedPages, lease_s: float, addresses: Sequence[str], port: PagePort | None = None
+    ) -> None:
         self._end, self._pages, self._lease_s, self._addresses = end, pages, lease_s, tuple(addresses)
-        self._allow_list = end.allow_list
-        served = [name for name in end.transports if TRANSPORTS[name].can_serve(pages)]
+        self._allow_list, self._port = end.allow_list, port
+        without = {name for name, each in TRANSPORTS.items() if port is None and each.needs_page_port}
+        served = [name for name in end.transports if name not in without and TRANSPORTS[name].can_serve(pages)]
         self._transports = [RANKS] if end.shard.size > 1 else [*served, RANKS]
         # a rank's link may open after an offer, when the pages of a GPU are not brought to the host any more
         self._rank_transports = [name for name in served if name != LocalTransport.name or pages.device is None]
@@ -92,7 +104,7 @@ class DecodePeers:
             raise ProtocolError(f"LinkHello of {hello.node_id}:{hello.epoch} on the link of {peer.node_id}")
         if peer is not None and peer.hello == hello:
             return peer.welcome
-        answer = self._answer(hello)
+        answer, grant = self._answer(hello)
         if isinstance(answer, LinkRefused):
             self.by_link.pop(holder, None)
             return answer
@@ -105,6 +117,9 @@ class DecodePeers:
         else:
             peer.protocol, peer.hello, peer.welcome, peer.transport = protocol, hello, answer, transport
         self.by_link[holder].part = self._part_of(hello) if isinstance(hello, RankHello) else None
+        self.by_link[holder].grant = grant
+        if grant is not None:
+            grant.holder = holder
         return answer
 
     def links_of(self, epoch: str) -> list[Holder]:
@@ -118,23 +133,24 @@ class DecodePeers:
             return []
         return [holder for holder, peer in self.by_link.items() if self._allow_list.key_of(peer.node_id) is None]
 
-    def _answer(self, hello: LinkHello) -> LinkWelcome | LinkRefused:
+    def _answer(self, hello: LinkHello) -> _Answer:
         transports = self._rank_transports if isinstance(hello, RankHello) else self._transports
         reasons = [*self._end.objections(hello, transports), *self._objections_to_rank(hello)]
         if reasons:
             reason = f"prefill node {self._end.node_id} and decode node {hello.node_id}: {'; '.join(reasons)}"
             if self._refusals.is_due():
                 logger.warning("refused a decode node: %s", reason)
-            return LinkRefused(reason=reason[:MAX_TEXT])
+            return _Answer(LinkRefused(reason=reason[:MAX_TEXT]))
         for transport in usable(transports, hello, self._end.host):
             try:
                 return self._welcome(transport, hello)
             except TransferError as error:
                 if self._refusals.is_due():
                     logger.warning("decode node %s: transport %s failed: %s", hello.node_id, transport, error)
-        return LinkRefused(reason=f"prefill node {self._end.node_id}: none of the transports {hello.transports} works")
+        reason = f"prefill node {self._end.node_id}: none of the transports {hello.transports} works"
+        return _Answer(LinkRefused(reason=reason))
 
-    def _welcome(self, transport: str, hello: LinkHello) -> LinkWelcome:
+    def _welcome(self, transport: str, hello: LinkHello) -> _Answer:
         welcome = LinkWelcome(
             node_id=self._end.node_id,
             epoch=self._end.epoch,
@@ -144,8 +160,12 @@ class DecodePeers:
             num_tails=self._end.memory[0].num_counted - self._end.memory[0].num_pages,
         )
         if transport == RANKS:
-            return RanksWelcome(**msgspec.structs.asdict(welcome), addresses=self._addresses)
-        return TRANSPORTS[transport].welcome(welcome, self._pages, hello)
+            return _Answer(RanksWelcome(**msgspec.structs.asdict(welcome), addresses=self._addresses))
+        kind = TRANSPORTS[transport]
+        if self._port is None or not kind.needs_page_port:
+            return _Answer(kind.welcome(welcome, self._pages, hello))
+        grant = self._port.grant(is_plain=kind.is_readable)
+        return _Answer(grant.welcome(welcome), grant)
 
     def _objections_to_rank(self, hello: LinkHello) -> list[str]:
         """Return why this rank has nothing for the rank or the node that said this hello, with both values."""
@@ -199,8 +219,11 @@ class ServedLinks:
         self.socket = bind_data_socket(address_of_rank(bind_host, end.shard.rank), end.keys, end.context)
         self.address = bound_address(self.socket)
         self._watch = PortWatch(self.socket, NodePort(limit_of_descriptors()))
+        needs_port = end.keys is not None and any(TRANSPORTS[name].needs_page_port for name in end.transports)
+        address = any_port_of(address_of_rank(bind_host, end.shard.rank))
+        self._port = PagePort.beside(address, end.context) if needs_port else None
         self._connections: dict[Holder, TcpConnection] = {}  # of open links
-        self.peers = DecodePeers(end, pages, lease_s, (self.address, *rank_addresses))
+        self.peers = DecodePeers(end, pages, lease_s, (self.address, *rank_addresses), self._port)
         self._closed: deque[Holder] = deque(maxlen=MAX_LINKS)  # what was under way on these still arrives
 
     @property
@@ -220,9 +243,37 @@ class ServedLinks:
         for holder in self.peers.links_of(epoch):
             self.forget(holder, f"decode node {self.peers.by_link[holder].node_id} is gone")
 
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets that the loop polls for input."""
+        return [self.socket, *(() if self._port is None else (self._port.socket,))]
+
     def drain(self, answer: Callable[[Holder, ToPrefill], int]) -> bool:
         """Read messages, bounded, and let `answer` handle each, which returns how many bytes of pages were copied.
         Return True if no message is left. Messages for which it raises ProtocolError are dropped."""
+        is_drained = self._drain_links(answer)
+        return (self._port is None or self._drain_port(self._port, answer)) and is_drained
+
+    def _drain_port(self, port: PagePort, answer: Callable[[Holder, ToPrefill], int]) -> bool:
+        """Do the work of `drain` for the page port."""
+        num_bytes = 0
+        for _ in range(DRAIN_LIMIT):
+            try:
+                grant, pull = port.receive()
+                if pull.indices:
+                    num_bytes += answer(grant.holder, pull)
+                else:  # an echo
+                    self.send(grant.holder, Pages(unit=pull.unit, indices=b"", generations=b""), b"")
+            except zmq.Again:
+                return True
+            except ProtocolError as error:
+                self.dropped.add(b"the page port", error)
+            if num_bytes > POLL_BYTES:
+                break
+        return False
+
+    def _drain_links(self, answer: Callable[[Holder, ToPrefill], int]) -> bool:
+        """Do the work of `drain` for the data links."""
         num_bytes = 0
         for _ in range(DRAIN_LIMIT):
             try:
@@ -256,6 +307,8 @@ class ServedLinks:
         `num_cached_pages` on. Return how many bytes were copied. Raises ProtocolError, and OutOfMemory if the device
         has none for copying pages."""
         peer = self.peers.by_link[holder]
+        if peer.grant is not None and peer.grant.route is None:
+            raise ProtocolError("pull on a data link whose pages travel by the page port", rid=pull.unit.rid)
         schema = self._end.schema
         size = page_bytes(schema) + page_bytes(schema, of_tails=True) if peer.part is None else peer.part.page_bytes
         indices = unpack_column(pull.indices)
@@ -280,18 +333,24 @@ class ServedLinks:
         """Send a message. If the socket does not take it, close the link: the peer is gone, or has left thousands of
         messages unread."""
         peer = self.peers.by_link.get(holder)
-        frames = [holder, encode(message, PROTOCOL_MIN if peer is None else peer.protocol)]
+        protocol = PROTOCOL_MIN if peer is None else peer.protocol
         try:
             if data is None:
-                send_frames(self.socket, *frames)
+                send_frames(self.socket, holder, encode(message, protocol))
             else:
-                tracker = send_frames(self.socket, *frames, data, track=True)
-                assert tracker is not None and peer is not None, holder
-                peer.unsent.append(tracker)
+                assert peer is not None and isinstance(message, Pages), (holder, type(message))
+                peer.unsent.append(self._send_pages(holder, peer, message, data))
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             self.forget(holder, f"its link is closed ({error.strerror})")
+
+    def _send_pages(self, holder: Holder, peer: DecodePeer, message: Pages, data: Any) -> zmq.MessageTracker:
+        if self._port is not None and peer.grant is not None:
+            return self._port.send(peer.grant, message, data, peer.protocol)
+        tracker = send_frames(self.socket, holder, encode(message, peer.protocol), data, track=True)
+        assert tracker is not None, holder
+        return tracker
 
     def forget(self, holder: Holder, reason: str) -> None:
         """Close the link of a decode node, and log the reason."""
@@ -301,7 +360,9 @@ class ServedLinks:
         self._on_closed(holder, reason)
 
     def close(self) -> None:
-        """Close the socket. No decode node is told, because this epoch is over."""
+        """Close the sockets. No decode node is told, because this epoch is over."""
+        if self._port is not None:
+            self._port.close()
         self._watch.close()
         self.socket.close(linger=0)
 

@@ -173,7 +173,7 @@ class HandoffServer:
 
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
         """Return the sockets, or their file descriptors, that the loop polls for input."""
-        return [self.socket, *(() if self._line is None else self._line.descriptors())]
+        return [*self._links.sockets, *(() if self._line is None else self._line.descriptors())]
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""

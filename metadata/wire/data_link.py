@@ -15,6 +15,7 @@ MAX_RANKS = 256
 
 RankIndex = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 RankCount = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+SealingKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class LinkHello(Message, frozen=True, tag="link_hello"):
@@ -90,6 +91,19 @@ class RanksWelcome(LinkWelcome, frozen=True, tag="ranks_welcome", kw_only=True):
     since: ClassVar[int] = 6
 
     addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+
+
+class PagePortWelcome(LinkWelcome, frozen=True, tag="page_port_welcome", kw_only=True):
+    """LinkWelcome for transports whose pages come from the prefill node's page port (metadata/handoff/page_port.py).
+    The decode node connects once, as `guest` with `password`. The keys are those of its pulls and of the pages."""
+
+    since: ClassVar[int] = 8
+
+    port: Annotated[int, Meta(ge=1, le=65535)]  # at the host of the data link's address
+    guest: Digest
+    password: Digest
+    pull_key: SealingKey
+    page_key: SealingKey
 
 
 class LinkRefused(Message, frozen=True, tag="link_refused"):

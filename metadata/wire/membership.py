@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from ..cache.names import NAME_BYTES
 from .node_info import (
     MAX_RANKS,
     Address,
@@ -22,8 +23,11 @@ from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Seconds, Text, Units
 
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
+MAX_NAMES = 1 << 14  # of pages, in one batch
 MAX_PROVEN = 1024  # nodes of which a node remembers that they work together
 
+PageNameColumn = Annotated[bytes, Meta(max_length=NAME_BYTES * MAX_NAMES)]
+PageKey = Annotated[bytes, Meta(max_length=64)]
 Epochs = Annotated[tuple[Digest, ...], Meta(max_length=MAX_PROVEN)]
 
 # --- node -> router -----------------------------------------------------------------------------------------------
@@ -110,6 +114,24 @@ class Leaving(Message, frozen=True, tag="leaving"):
     reason: Text = ""
 
 
+class CachedPages(Message, frozen=True, tag="cached_pages"):
+    """Pages that the node's prefix cache has stored and removed since the batch before, as columns of names
+    (metadata/cache/names.py). Batch 0 begins anew: the node has no other pages than those that it tells from then
+    on."""
+
+    since: ClassVar[int] = 8
+
+    number: Count  # of the batch
+    stored: PageNameColumn
+    removed: PageNameColumn
+    num_changes: Count  # of the prefix cache since the node's start that this batch and those before it tell
+    is_whole: bool  # all pages that the node had at batch 0 are told
+
+    def __post_init__(self) -> None:
+        if len(self.stored) % NAME_BYTES or len(self.removed) % NAME_BYTES:
+            raise ValueError(f"{len(self.stored)} and {len(self.removed)} bytes are not columns of names")
+
+
 # --- router -> node -----------------------------------------------------------------------------------------------
 
 
@@ -126,6 +148,7 @@ class Welcome(RouterMessage, frozen=True, tag="welcome"):
     protocol: Index
     need_tokenizer: bool
     notice: Text = ""
+    page_key: Annotated[PageKey, Since(8)] = b""  # of the names in CachedPages; b"": the node sends none
 
 
 class Refusal(RouterMessage, frozen=True, tag="refusal"):
@@ -163,6 +186,12 @@ class Flush(RouterMessage, frozen=True, tag="flush"):
     """Remove unreferenced pages from the prefix cache, then send a LedgerReport."""
 
     query: Count
+
+
+class TellPages(RouterMessage, frozen=True, tag="tell_pages"):
+    """A batch of CachedPages was lost: begin anew with batch 0."""
+
+    since: ClassVar[int] = 8
 
 
 class Drain(RouterMessage, frozen=True, tag="drain"):

@@ -19,8 +19,18 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, field
 
-from .data_link import CudaWelcome, LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome, RankWelcome
+from .data_link import (
+    CudaWelcome,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
+    PagePortWelcome,
+    RankHello,
+    RanksWelcome,
+    RankWelcome,
+)
 from .membership import (
+    CachedPages,
     Drain,
     Flush,
     Heartbeat,
@@ -33,6 +43,7 @@ from .membership import (
     Refusal,
     RouterHeartbeat,
     RouterMessage,
+    TellPages,
     TokenizerFile,
     Welcome,
 )
@@ -284,13 +295,14 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 
 # --- all messages by direction -------------------------------------------------------------------------------------
 
-OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | Leaving
+OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
 ToRouter = OfNode | OfWork
-OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | Drain
+OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
-ToDecode = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | LinkRefused | Offer | Pages | Revoke | UnknownClaim
+OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | PagePortWelcome | LinkRefused
+ToDecode = OfLink | Offer | Pages | Revoke | UnknownClaim
 
 to_router_decoder = msgspec.msgpack.Decoder(ToRouter)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)

@@ -207,6 +207,7 @@ class NodeStats(Message, frozen=True):
     mask_seconds: Annotated[Seconds, Since(6)] = 0.0
     # by rank, if each has sequences of its own: rounds in which others had some and this one had none
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
+    cache_changes: Annotated[Count, Since(8)] = 0  # pages that the prefix cache stored or removed
 
 
 class PoolLedger(Message, frozen=True):

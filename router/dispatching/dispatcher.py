@@ -26,7 +26,18 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ...metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
-from ...metadata.wire.membership import Flush, Heartbeat, Hello, Inspect, Leaving, LedgerReport, Proven, TokenizerFile
+from ...metadata.wire.membership import (
+    CachedPages,
+    Flush,
+    Heartbeat,
+    Hello,
+    Inspect,
+    Leaving,
+    LedgerReport,
+    Proven,
+    TellPages,
+    TokenizerFile,
+)
 from ...metadata.wire.messages import (
     Admitted,
     Cancelled,
@@ -278,6 +289,7 @@ class Dispatcher:
                         self._tokens_failed(event.sequence, event.reason, now)
             case Heartbeat():
                 self.registry.beat(node, message, now)
+                self._ask_pages(node, now)
                 self._to_pump.add(node.group)
             case Reserved():
                 self._reserved(node, message, now)
@@ -292,6 +304,9 @@ class Dispatcher:
                 self._failed(node, message, now)
             case Cancelled():
                 self.cancels.acknowledged(node, message)
+            case CachedPages():
+                node.cache.take(message)
+                self._ask_pages(node, now)
             case LedgerReport():
                 self._effects.append(Ledger(node, message))
             case TokenizerFile():
@@ -302,6 +317,11 @@ class Dispatcher:
                 self.registry.leaving(node, message, now)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a node that has joined", node=node.node_id)
+
+    def _ask_pages(self, node: Node, now: float) -> None:
+        """Ask a node to tell its cached pages anew if some of its news is missing."""
+        if node.knows(TellPages) and node.cache.asks(now):
+            self._effects.append(Send(node, TellPages(router_epoch=self.epoch)))
 
     # A request waits, and gets its nodes
 
@@ -440,7 +460,7 @@ class Dispatcher:
             extra=request.log_fields,
         )
         if attempt.decode is not None and not request.is_canary:
-            self._placement.will_cache(attempt.decode, entry)
+            self._placement.will_cache(attempt.decode, entry, now)
         if prefill is None:
             return
         message = Prefill(
@@ -534,7 +554,7 @@ class Dispatcher:
             if attempt.decode is not None:
                 attempt.decode.release(request.rid, attempt.number, (sequence.index,))
                 if not request.is_canary:
-                    self._placement.has_generated(attempt.decode, sequence)
+                    self._placement.has_generated(attempt.decode, sequence, now)
             if attempt.decode is not None and attempt.prefill is None:
                 self.health.worked(None, attempt.decode, now)
             attempt.choices.discard(sequence.index)

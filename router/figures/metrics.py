@@ -4,6 +4,7 @@ is much cheaper. Metrics of nodes are read from the registry when Prometheus ask
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -188,6 +189,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
         lambda node: node.load.prompt_token_s,
     ),
     ("round_seconds", "Seconds of a round of a decode node; 0: not measured.", lambda node: node.load.round_s),
+    (
+        "told_pages",
+        "Cached pages, tail pages included, that the node has told the router.",
+        lambda node: len(node.cache),
+    ),
+    (
+        "late_cache_news",
+        "1: the node's news of cached pages is late, so that its load alone counts.",
+        lambda node: node.cache.state(time.monotonic()) == "late",
+    ),
     (
         "draining",
         "1: it takes nothing new, as it drains or leaves.",

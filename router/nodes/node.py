@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ...metadata.bus.sockets import routing_id
+from ...metadata.cache.names import PageNames
+from ...metadata.handoff.schema.schema import tail_window, tails_before
 from ...metadata.wire.membership import IDLE, Heartbeat, Hello
 from ...metadata.wire.messages import Compute
 from ...metadata.wire.node_info import Load, ModelCard, NodeStats, Peer, Role
@@ -30,6 +32,7 @@ from .prompt_role import (
     patience_s,
     place_prompt,
 )
+from .told_pages import ToldPages
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 FLIGHT_S = 0.02  # a report may have been made this long before it came, without the prompts sent since
@@ -92,6 +95,7 @@ class Node:
         "_refused_at_room",
         "_reported_at",
         "_welcomed_at",
+        "cache",
         "group",
         "hello",
         "joined_at",
@@ -113,6 +117,7 @@ class Node:
         self.protocol = agreed(self.protocols) or PROTOCOL_MIN  # in which it is addressed
         self.group = group
         self.joined_at = now
+        self.cache = ToldPages(hello.capacity.num_pages + hello.capacity.num_tails)
         self._load = Load.of_idle(hello.capacity)
         self._beat: Heartbeat | None = None
         self._last_seen = self._welcomed_at = self._reported_at = now
@@ -221,6 +226,7 @@ class Node:
         self._beat = beat
         self._last_seen = now
         self._is_reachable = True
+        self.cache.count(beat.stats.cache_changes, now)
         self.report(beat.load, now)
 
     def report(self, load: Load, now: float) -> None:
@@ -379,6 +385,10 @@ class Node:
             num_left, at = num_left + num_tokens, max(at, given_at)
         return min(self.num_prompt_tokens, int(num_left))
 
+    def oldest_prompt_at(self, now: float) -> float:
+        """Return when the node was given the oldest prompt that it has not finished; `now` if there is none."""
+        return min((prompt.given_at for prompt in self._prompts.values()), default=now)
+
     @property
     def prompt_times(self) -> PromptTimes:
         """The times of prompts on the node, as it reported them last."""
@@ -421,8 +431,13 @@ def largest_room(pools: Sequence[int], pledges: Iterable[int]) -> int:
 class NodeGroup:
     """Nodes that can be paired with each other, with the tokenizer and template of their model."""
 
-    def __init__(self, key: GroupKey, hello: Hello, local_prefill: LocalPrefill = "never") -> None:
+    def __init__(
+        self, key: GroupKey, hello: Hello, local_prefill: LocalPrefill = "never", page_key: bytes = b""
+    ) -> None:
+        """`page_key`: of the names of its pages."""
         self.key = key
+        self.names = PageNames(page_key, hello.layout.page_size, hello.layout.key_lookahead)
+        self.num_tails = tails_before(tail_window(hello.layout), hello.layout.page_size)
         self.facts = GroupFacts(local_prefill)  # `look` renews them
         self.handoff_s = handoff_estimate()
         self.errors: dict[Where, EstimateError] = {"remote": EstimateError(), "local": EstimateError()}

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ...metadata.bus.liveness import Change, PeerLiveness
+from ...metadata.cache.names import KEY_BYTES
 from ...metadata.errors import ProtocolError
 from ...metadata.handoff.schema import schema
 from ...metadata.logs import Throttle
@@ -89,6 +91,7 @@ class Registry:
         self._waiting: dict[bytes, _WaitingHello] = {}  # by routing id
         self._lines = Throttle(most=MAX_LINES)
         self._local_prefill: LocalPrefill = local_prefill
+        self._page_key = secrets.token_bytes(KEY_BYTES)
         self._epoch = epoch
         self._send = send
         self._on_joined = on_joined
@@ -235,7 +238,7 @@ class Registry:
         key = _key_of(hello)
         group = self.groups.get(key)
         if group is None:
-            group = NodeGroup(key, hello, self._local_prefill)
+            group = NodeGroup(key, hello, self._local_prefill, self._page_key)
             self.groups[key] = group
         group.tokenizer = group.tokenizer or self._tokenizers.get(key.tokenizer)
         node = Node(hello, group, now)
@@ -262,6 +265,7 @@ class Registry:
                 protocol=node.protocol,
                 need_tokenizer=node.group.tokenizer is None,
                 notice=notice,
+                page_key=self._page_key,
             ),
             node.protocol,
         )

@@ -1,43 +1,46 @@
-"""Affinity: PrefixAffinity estimates which leading pages of a prompt each node has in its prefix cache. SessionAffinity
-knows which nodes served a client's session last."""
+"""Affinity: PrefixAffinity remembers which leading pages of prompts each node was given. SessionAffinity knows which
+nodes served a client's session last.
+
+A node that tells its cached pages (nodes/told_pages.py) tells them a little after it was given their prompt. In between
+the router expects them. Of a node that tells nothing, all that it was given is a guess."""
 
 from __future__ import annotations
 
-from array import array
+import math
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
+from itertools import islice
 
-import xxhash
-
-MAX_HASHED_PAGES = 2048  # of one prompt
+MAX_NOTED_PAGES = 2048  # of one prompt
 MAX_KNOWN_PAGES = 32768  # remembered per node
 MAX_SESSIONS = 32768  # remembered per role
 
 
 class PrefixAffinity:
-    """Leading pages that each node was given. Bounded; the least recently used pages are forgotten first."""
+    """Leading pages that each node was given, by name, and when. Bounded; those given longest ago are forgotten
+    first."""
 
     def __init__(self, max_pages: int = MAX_KNOWN_PAGES) -> None:
         self._max_pages = max_pages
-        self._known: dict[Hashable, OrderedDict[int, None]] = {}
+        self._known: dict[Hashable, OrderedDict[int, float]] = {}
 
-    def num_matched(self, node: Hashable, hashes: Iterable[int]) -> int:
-        """Return how many leading pages of a prompt the node was given before."""
+    def num_matched(self, node: Hashable, names: Iterable[int], since: float = -math.inf) -> int:
+        """Return how many leading pages of a prompt the node was given at or after `since`."""
         known = self._known.get(node)
         num_pages = 0
-        for page in hashes if known else ():
-            if known is None or page not in known:
+        for page in names if known else ():
+            if known is None or page not in known or known[page] < since:
                 break
             num_pages += 1
         return num_pages
 
-    def note(self, node: Hashable, hashes: Sequence[int]) -> None:
-        """The node gets a prompt with these pages."""
+    def note(self, node: Hashable, names: Iterable[int], now: float, since: float = -math.inf) -> None:
+        """The node gets a prompt with these pages. Nobody will ask for those given before `since`."""
         known = self._known.setdefault(node, OrderedDict())
-        for page in reversed(hashes):  # the first page is the last to be forgotten
-            known[page] = None
+        for page in reversed(list(islice(names, MAX_NOTED_PAGES))):  # the first page is the last to be forgotten
+            known[page] = now
             known.move_to_end(page)
-        while len(known) > self._max_pages:
+        while known and (len(known) > self._max_pages or next(iter(known.values())) < since):
             known.popitem(last=False)
 
     def forget(self, node: Hashable) -> None:
@@ -64,17 +67,3 @@ class SessionAffinity:
         self._nodes.move_to_end(session)
         if len(self._nodes) > self._max_sessions:
             self._nodes.popitem(last=False)
-
-
-def page_hashes(prompt_ids: Sequence[int], page_size: int, cache_salt: str) -> list[int]:
-    """Return one hash per whole leading page, over the salt and all tokens up to the page's end. The page of the last
-    token is left out, because a node always computes it."""
-    num_pages = min((len(prompt_ids) - 1) // page_size, MAX_HASHED_PAGES)
-    data = array("i", prompt_ids[: num_pages * page_size]).tobytes()
-    width = 4 * page_size
-    seed = xxhash.xxh3_64_intdigest(cache_salt.encode())
-    hashes: list[int] = []
-    for page in range(num_pages):
-        seed = xxhash.xxh3_64_intdigest(data[page * width : (page + 1) * width], seed=seed)
-        hashes.append(seed)
-    return hashes

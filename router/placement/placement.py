@@ -1,12 +1,13 @@
 """Placement: chooses the nodes for a waiting request.
 
-Decode: the least loaded node that has room. Prefill: the node that would finish the prompt first, if pages that it
-probably has in its cache need not be computed. Requests of one session go to the nodes of the one before: to its
-prefill node, unless another would finish the prompt before this one begins it; to its decode node, unless another is
-less loaded by a tenth of its places, also if decode nodes compute the prompts. If the prompt is local, or if either
-role may compute it, prompt_placement.py chooses the node. Nodes on which the request has not failed yet come first. A
-node that ran out of memory for the request gets it again only if no other node of the role could take it, however busy
-they are.
+Decode: the least loaded node that has room; a node that has pages of the prompt in its cache may be a little fuller,
+since they need not travel. Prefill: the node that would finish the prompt first, if the pages in its cache need not be
+computed. Nodes tell which pages they have (nodes/told_pages.py). If this news is late, load alone decides. Requests of
+one session go to the nodes of the one before: to its prefill node, unless another would finish the prompt before this
+one begins it; to its decode node, unless another is less loaded by a tenth of its places, also if decode nodes compute
+the prompts. If the prompt is local, or if either role may compute it, prompt_placement.py chooses the node. Nodes on
+which the request has not failed yet come first. A node that ran out of memory for the request gets it again only if no
+other node of the role could take it, however busy they are.
 
 The functions `..._reason` tell why a node was chosen, from the figures that were compared. Traces keep these words.
 
@@ -16,15 +17,18 @@ router, whose order is fair, and a node of either role gets the next one shortly
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from ...metadata.cache.names import PromptNames
 from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
 from ..requests.request import Sequence as Output
 from ..waiting.queue import Entry
-from .affinity import PrefixAffinity, SessionAffinity, page_hashes
+from .affinity import PrefixAffinity, SessionAffinity
 from .prompt_placement import (
+    LOAD_ROUNDS,
     SESSION_SLACK,
     LocalFigures,
     RemoteFigures,
@@ -37,6 +41,7 @@ from .prompt_placement import (
 )
 
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
+EXPECTED_S = 2.0  # a node tells pages so soon after it has computed them
 QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
 
@@ -48,6 +53,25 @@ class DecodeFigures(NamedTuple):
     max_running: int
     is_full: bool  # it refused, and has not shown more room since
     is_sessions: bool = False  # it served the request's session last
+    cached_share: float = 0.0  # of the prompt, in its prefix cache
+    handoff_s: float = 0.0  # of a prompt, in the mean; 0: unknown
+    round_s: float = 0.0  # 0: unknown
+
+    @property
+    def slack(self) -> float:
+        """The share of its places by which the node may be fuller than others, SESSION_SLACK at most: for the session
+        that it served last, or as many sequences as cost what the cached pages save of the handoff."""
+        if self.is_sessions:
+            return SESSION_SLACK
+        if not self.handoff_s or not self.round_s:
+            return SESSION_SLACK * self.cached_share
+        saved_s = self.handoff_s * self.cached_share
+        return min(SESSION_SLACK, saved_s / (LOAD_ROUNDS * self.round_s * self.max_running))
+
+    @property
+    def load(self) -> float:
+        """The share of its places that are taken, less the slack."""
+        return self.num_running / self.max_running - self.slack
 
 
 class PrefillFigures(NamedTuple):
@@ -56,7 +80,7 @@ class PrefillFigures(NamedTuple):
     queued_tokens: int  # prompt tokens still to compute
     num_queued: int
     max_queued: int
-    cached_tokens: int  # of this prompt, probably in its prefix cache
+    cached_tokens: int  # of this prompt, in its prefix cache
     is_sessions: bool = False  # it served the request's session last
 
 
@@ -133,26 +157,27 @@ class Placement:
     def begin_prompt(self, node: Node, entry: Entry, attempt: int, now: float) -> int:
         """Enter the prompt of an entry in the books of the node that computes it. Return how many tokens it will
         probably compute."""
-        num_uncached = self._num_uncached(node, entry)
+        num_uncached = self._num_uncached(node, entry, now)
         node.begin_prompt(entry.request.rid, attempt, num_uncached, now)
-        self._affinity.note(node.routing_id, entry.hashes)
+        self._affinity.note(node.routing_id, entry.names, now, _expected_since(node, now))
         if node.role == "prefill":
             self._prefill_sessions.note(entry.request.session, node.routing_id)
         return num_uncached
 
-    def will_cache(self, decode: Node, entry: Entry) -> None:
+    def will_cache(self, decode: Node, entry: Entry, now: float) -> None:
         """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
         self._decode_sessions.note(entry.request.session, decode.routing_id)
         if entry.request.group.may_compute_locally:
-            self._affinity.note(decode.routing_id, entry.hashes)
+            self._affinity.note(decode.routing_id, entry.names, now, _expected_since(decode, now))
 
-    def has_generated(self, decode: Node, output: Output) -> None:
-        """A decode node has finished a sequence. The next turn of its conversation finds the pages in its cache."""
+    def has_generated(self, decode: Node, output: Output, now: float) -> None:
+        """A decode node has finished a sequence. The next turn of its conversation finds the pages in its cache, which
+        the node tells, if it can."""
         request = output.request
-        if request.group.may_compute_locally:
+        if request.group.may_compute_locally and decode.cache.state(now) == "none":
             token_ids = [*request.prompt_ids, *output.received]
-            hashes = page_hashes(token_ids, request.group.page_size, request.cache_salt)
-            self._affinity.note(decode.routing_id, hashes)
+            names = PromptNames(request.group.names, token_ids, request.cache_salt)
+            self._affinity.note(decode.routing_id, names, now)
 
     def forget_cache(self, node: Node) -> None:
         """The node is gone, or its prefix cache was emptied."""
@@ -179,10 +204,10 @@ class Placement:
         if not prefills and not self.usable_pairs(entry.request.group):
             prompt = prompt._replace(reason="no ready pair")
         if index is not None and prompt.where == "local":
-            local = self._chosen_local(entry, locals_, local_figures, index, len(able_locals))
+            local = self._chosen_local(entry, locals_, local_figures, index, len(able_locals), now)
             return self._place_local(entry, prompt, local)
         if index is not None:
-            prefill = self._chosen_remote(entry, prefills, remote_figures, index, len(able))
+            prefill = self._chosen_remote(entry, prefills, remote_figures, index, len(able), now)
             return self._place_remote(entry, prompt, prefill, decode)
         if entry.could_go_to(self.usable_pairs(entry.request.group), entry.request.group.live("prefill")):
             return self._choose_remote(entry, prompt, now)
@@ -212,7 +237,7 @@ class Placement:
         index = choose_local(figures)
         if index is None:
             return None
-        return self._place_local(entry, prompt, self._chosen_local(entry, nodes, figures, index, len(able)))
+        return self._place_local(entry, prompt, self._chosen_local(entry, nodes, figures, index, len(able), now))
 
     def _place_local(self, entry: Entry, prompt: PromptPlace, decode: Chosen) -> Place:
         return Place(None, decode.node, entry.choices[: decode.node.choice_room], prompt, "", decode.reason)
@@ -237,7 +262,7 @@ class Placement:
     def _local_figures(self, node: Node, entry: Entry, now: float) -> LocalFigures:
         return LocalFigures(
             node.num_queued_tokens(now),
-            self._num_uncached(node, entry),
+            self._num_uncached(node, entry, now),
             node.prompt_times,
             node.load.round_s,
             node.load.has_prompt_room,
@@ -253,19 +278,32 @@ class Placement:
         """Return the figures of a prefill node. If `decode` is None, it answers alone."""
         return RemoteFigures(
             node.num_queued_tokens(now),
-            self._num_uncached(node, entry),
+            self._num_uncached(node, entry, now),
             node.prompt_times,
             0.0 if decode is None else entry.request.group.handoff_s.mean,
             0.0 if decode is None else decode.load.round_s,
             entry.request.group.errors["remote"].factor(now),
         )
 
-    def _num_uncached(self, node: Node, entry: Entry) -> int:
-        """Return how many prompt tokens the node probably has to compute: all, if it scores them."""
-        if entry.request.needs_prompt_logprobs:
-            return len(entry.request.prompt_ids)
-        num_cached = self._affinity.num_matched(node.routing_id, entry.hashes) * entry.request.group.page_size
-        return len(entry.request.prompt_ids) - num_cached
+    def _num_uncached(self, node: Node, entry: Entry, now: float) -> int:
+        """Return how many prompt tokens the node has to compute, as far as is known: all, if it scores them."""
+        request = entry.request
+        if request.needs_prompt_logprobs:
+            return len(request.prompt_ids)
+        num_pages, state = 0, node.cache.state(now)
+        if state == "whole":
+            num_pages = node.cache.num_matched(entry.names, request.group.num_tails)
+        if state != "late":
+            expected = self._affinity.num_matched(node.routing_id, entry.names, _expected_since(node, now))
+            num_pages = max(num_pages, expected)
+        return len(request.prompt_ids) - num_pages * request.group.page_size
+
+    def _cached_share(self, decode: Node, entry: Entry, now: float) -> float:
+        """Return the share of a prompt whose pages need not travel to a decode node."""
+        if decode.cache.state(now) != "whole":
+            return 0.0
+        num_pages = decode.cache.num_matched(entry.names, 0)
+        return num_pages * entry.request.group.page_size / len(entry.request.prompt_ids)
 
     def _choose_decode(self, entry: Entry, now: float) -> Chosen | None:
         """Return a decode node for a prompt that a prefill node computes."""
@@ -292,6 +330,9 @@ class Placement:
                 each.max_running,
                 each.is_full(now),
                 each.routing_id == last,
+                self._cached_share(each, entry, now),
+                entry.request.group.handoff_s.mean,
+                each.load.round_s,
             )
             for each in nodes
         ]
@@ -344,7 +385,7 @@ class Placement:
                 node.num_prompt_tokens,
                 node.num_prompts,
                 QUEUED_PER_SLOT * node.max_running,
-                len(request.prompt_ids) - self._num_uncached(node, entry),
+                len(request.prompt_ids) - self._num_uncached(node, entry, now),
                 node.routing_id == last,
             )
             for node in nodes
@@ -354,21 +395,23 @@ class Placement:
         if index is None:
             return None
         reason = self._reason(entry, "prefill", len(able), prefill_reason(figures, prompt_len, index))
-        return Chosen(nodes[index], reason + _cached(entry, prompt_len - figures[index].cached_tokens))
+        return Chosen(
+            nodes[index], reason + _cached(nodes[index], entry, prompt_len - figures[index].cached_tokens, now)
+        )
 
     # Reasons
 
     def _chosen_remote(
-        self, entry: Entry, nodes: list[Node], figures: list[RemoteFigures], index: int, num_able: int
+        self, entry: Entry, nodes: list[Node], figures: list[RemoteFigures], index: int, num_able: int, now: float
     ) -> Chosen:
         reason = self._reason(entry, "prefill", num_able, remote_reason(figures, index))
-        return Chosen(nodes[index], reason + _cached(entry, figures[index].num_uncached_tokens))
+        return Chosen(nodes[index], reason + _cached(nodes[index], entry, figures[index].num_uncached_tokens, now))
 
     def _chosen_local(
-        self, entry: Entry, nodes: list[Node], figures: list[LocalFigures], index: int, num_able: int
+        self, entry: Entry, nodes: list[Node], figures: list[LocalFigures], index: int, num_able: int, now: float
     ) -> Chosen:
         reason = self._reason(entry, "decode", num_able, local_reason(figures, index))
-        return Chosen(nodes[index], reason + _cached(entry, figures[index].num_uncached_tokens))
+        return Chosen(nodes[index], reason + _cached(nodes[index], entry, figures[index].num_uncached_tokens, now))
 
     def _reason(self, entry: Entry, role: Role, num_able: int, compared: str) -> str:
         """Return why a node was chosen. `num_able`: nodes that could take the entry, however busy. `compared`: the
@@ -381,14 +424,11 @@ class Placement:
 
 
 def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | None:
-    """Return the index of the least loaded node with room for `num_pages`, None if all are full. The session's node may
-    be fuller by SESSION_SLACK."""
+    """Return the index of the least loaded node with room for `num_pages`, None if all are full. The session's node,
+    and one that has pages of the prompt, may be a little fuller (`DecodeFigures.slack`)."""
     return min(
         _with_room(figures, num_pages),
-        key=lambda index: (
-            figures[index].num_running / figures[index].max_running - SESSION_SLACK * figures[index].is_sessions,
-            -figures[index].room,
-        ),
+        key=lambda index: (figures[index].load, -figures[index].room),
         default=None,
     )
 
@@ -396,7 +436,17 @@ def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | Non
 def decode_reason(figures: Sequence[DecodeFigures], num_pages: int, index: int) -> str:
     """Return why `choose_decode` returned this index, "" if no other node has room."""
     others = [figures[each] for each in _with_room(figures, num_pages) if each != index]
-    return load_reason(figures[index], others) if others else ""
+    if not others:
+        return ""
+    chosen = figures[index]
+    without = [*others, chosen._replace(cached_share=0.0)]
+    if chosen.cached_share and not chosen.is_sessions and choose_decode(without, num_pages) != len(others):
+        least = min(others, key=lambda each: each.num_running / each.max_running)
+        return (
+            f"it has {chosen.cached_share:.0%} of the prompt in its prefix cache: {chosen.num_running} running of "
+            f"{chosen.max_running}, elsewhere {least.num_running} of {least.max_running}"
+        )
+    return load_reason(chosen, others)
 
 
 def _with_room(figures: Sequence[DecodeFigures], num_pages: int) -> list[int]:
@@ -450,11 +500,17 @@ def only_reason(role: Role, num_live: int, num_able: int, *, has_failed: bool) -
     return f"the only one of {num_live} {role} nodes that can serve it: others are not ready or too small{failed}"
 
 
-def _cached(entry: Entry, num_uncached: int) -> str:
+def _expected_since(node: Node, now: float) -> float:
+    """Return since when a node was given the pages that it has not told yet; -inf: it tells none."""
+    return -math.inf if node.cache.state(now) == "none" else min(now - EXPECTED_S, node.oldest_prompt_at(now))
+
+
+def _cached(node: Node, entry: Entry, num_uncached: int, now: float) -> str:
     """Return how much of a prompt its node has already, "" if nothing."""
-    prompt_len = len(entry.request.prompt_ids)
+    state, prompt_len = node.cache.state(now), len(entry.request.prompt_ids)
+    if state == "late":
+        return "; its news of cached pages is late, so load alone counts"
     if num_uncached >= prompt_len:
         return ""
-    return (
-        f"; it probably holds {prompt_len - num_uncached:,} of the prompt's {prompt_len:,} tokens in its prefix cache"
-    )
+    holds = "it holds" if state == "whole" else "it probably holds"
+    return f"; {holds} {prompt_len - num_uncached:,} of the prompt's {prompt_len:,} tokens in its prefix cache"

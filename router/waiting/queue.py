@@ -14,10 +14,10 @@ from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator
 from math import ceil
 
+from ...metadata.cache.names import PromptNames
 from ...metadata.errors import Unavailable
 from ..nodes.node import Node
 from ..nodes.prompt_role import PromptPlace, place_prompt
-from ..placement.affinity import page_hashes
 from ..requests.request import Attempt, Need, Request
 from ..tenants.fair_share import DEFAULT, FairShares, Share, Tenant
 
@@ -35,7 +35,7 @@ class Entry:
     __slots__ = (
         "attempt",
         "choices",
-        "hashes",
+        "names",
         "need",
         "pair",
         "request",
@@ -55,7 +55,7 @@ class Entry:
         self.turn: Turn = (0.0, 0)  # the queue sets it
         self.unfit: set[bytes] = set()  # routing ids of decode nodes that refused it although they were empty
         self.need = Need.of(request, choices[0], needs_decode=self.needs_decode)
-        self.hashes = page_hashes(request.prompt_ids, request.group.page_size, request.cache_salt)
+        self.names = PromptNames(request.group.names, request.prompt_ids, request.cache_salt)
 
     @property
     def needs_decode(self) -> bool:

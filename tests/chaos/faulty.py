@@ -183,6 +183,7 @@ class _End:
 
     coming: deque[list[Any]] = field(default_factory=deque[list[Any]])  # received, not yet returned
     held: dict[Way, list[_Held]] = field(default_factory=lambda: {"in": [], "out": []})
+    is_sealed: bool = False  # only pulls and pages go over it, which cannot be read here
 
     def due(self, way: Way) -> list[Any]:
         """Remove and return the messages whose delay is over, in the order in which it was over."""
@@ -241,7 +242,9 @@ class FaultyWire(bus.Wire):
         return _real_poll(poller, timeout)
 
     def _end(self, socket: zmq.Socket[bytes]) -> _End:
-        return self._ends.setdefault(socket, _End())
+        if socket not in self._ends:
+            self._ends[socket] = _End(is_sealed=socket.get(zmq.MECHANISM) == zmq.PLAIN)
+        return self._ends[socket]
 
     def _send_due(self, socket: zmq.Socket[bytes], end: _End) -> None:
         for frames in end.due("out"):
@@ -257,6 +260,8 @@ class FaultyWire(bus.Wire):
     def _spoilt(self, end: _End, way: Way, frames: Sequence[Any]) -> list[Any]:
         """Return the messages to send or deliver instead of this one."""
         tag, attempt = self._watch(way, frames)
+        if end.is_sealed:
+            tag = "pages" if way == "in" else "pull"
         plan = self._faults.plan
         weight = plan.weights.get(way, 1.0) if not plan.tags or tag in plan.tags else 0.0
         shares = {

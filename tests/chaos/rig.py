@@ -20,6 +20,9 @@ from faulty import Plan
 from forked import FAULT_PLAN
 from partition import Lines
 
+from baton.metadata.bus.addresses import PAGE_PORTS
+from baton.metadata.bus.curve import KeyPair
+
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 RANKED = ("prefill-1", "decode-1")  # the nodes that may have several ranks
 Sharing = Literal["tp", "dp-attention"]  # how the ranks of a node share a model, by the flag that says so
@@ -55,14 +58,20 @@ class Rig(Cluster):
         place: Place = "remote",
         num_ranks: int = 1,
         sharing: Sharing = "tp",
+        has_keys: bool = False,
     ):
         """`num_ranks`: of each node in RANKED, which share its model by `sharing`. `place`: who computes the prompts of
-        requests; `seed` also draws it for each, if it is mixed."""
+        requests; `seed` also draws it for each, if it is mixed. With `has_keys` all processes have one key, and pages
+        travel over lines of their own."""
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory, model, is_forked=True)
-        self.flags = flags
+        self.has_keys, keys = has_keys, directory / "cluster.key"
+        if has_keys:
+            KeyPair.create(keys)
+        of_keys = ["--keys", str(keys)] if has_keys else []
+        self.flags = [*flags, *of_keys]
         self._num_ranks, self.sharing = num_ranks, sharing
-        self._router_flags = [*ROUTER_FLAGS, "--local-prefill", "never" if place == "remote" else "always"]
+        self._router_flags = [*ROUTER_FLAGS, *of_keys, "--local-prefill", "never" if place == "remote" else "always"]
         self._places = seed if place == "mixed" else None
         self.nodes_wanted = tuple(nodes)
         self.lines = Lines(seed)
@@ -97,7 +106,9 @@ class Rig(Cluster):
         """Return the ports to which a node opens data links, by the ends of the line that leads there."""
         if role_of(name) != "decode":
             return {}
-        lines = {(name, prefill): port for prefill, port in self.data_ports.items()}
+        lines: dict[tuple[str, ...], int] = {(name, prefill): port for prefill, port in self.data_ports.items()}
+        if self.has_keys:
+            lines |= {(name, prefill, "pages"): port + PAGE_PORTS for prefill, port in self.data_ports.items()}
         for prefill in self.data_ports.keys() & RANKED:
             for rank in range(1, self._num_ranks):
                 lines[name, prefill, f"rank {rank}"] = self.data_ports[prefill] + rank

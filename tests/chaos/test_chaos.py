@@ -50,6 +50,19 @@ OWN_RANK_SET = (
 )
 
 
+# with keys, and pages beside the data links
+SEALED_SET = (
+    Scenario(0, 51, "flip", "pulling", "decode-0"),
+    Scenario(1, 52, "page flip", "pulling", "decode-1"),
+    Scenario(2, 53, "drop", "pulling", "decode-0"),
+    Scenario(3, 54, "duplicate", "pulling", "decode-1"),
+    Scenario(4, 55, "partition cut", "pulling", "decode-0"),
+    Scenario(5, 56, "partition held", "pulling", "decode-1"),
+    Scenario(6, 57, "kill", "pulling", "prefill-0"),
+    Scenario(7, 58, "stop", "pulling", "prefill-1"),
+)
+
+
 class Case(NamedTuple):
     """A cluster, and what happens in it."""
 
@@ -58,11 +71,13 @@ class Case(NamedTuple):
     transport: str
     num_ranks: int = 1
     sharing: Sharing = "tp"
+    has_keys: bool = False
 
 
 CASES = {
     # in the gate, tests/integration/test_lost_messages.py sends messages twice
     "one-rank": Case(SET if is_whole() else tuple(each for each in SET if each.kind != "duplicate"), "mixed", "auto"),
+    "sealed": Case(SEALED_SET, "remote", "aes", has_keys=True),
     "tp": Case(RANK_SET, "remote", "zmq", num_ranks=2),
     "dp-attention": Case(OWN_RANK_SET, "mixed", "auto", num_ranks=2, sharing="dp-attention"),
 }
@@ -86,7 +101,7 @@ def answers(target: Path) -> dict[str, Known]:
 def test_streams_survive_with_their_tokens(case: Case, target: Path, answers: dict[str, Known], tmp_path: Path) -> None:
     scenarios, tally = case.scenarios, Tally()
     node_flags = [*flags("eagle", target), "--transport", case.transport]
-    ranks: Any = {"num_ranks": case.num_ranks, "sharing": case.sharing}
+    ranks: Any = {"num_ranks": case.num_ranks, "sharing": case.sharing, "has_keys": case.has_keys}
     rig = Rig(tmp_path / "cluster", target, node_flags, place=case.place, **ranks)
     try:
         rig.begin()

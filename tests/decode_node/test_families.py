@@ -1,8 +1,8 @@
 """Models with pools beside that of KV between two nodes: the text does not depend on drafts, on hits, preemptions,
 moves, ranks or the place of a prompt. DeepSeek-V3.2 and GLM-5 have indexers (DSA), MiMo-V2-Flash and Gemma 4 have other
-heads in layers with a window, and narrow values or shared keys. DeepSeek-V4 has entries of several tokens. Qwen3-Next
-and Qwen3.5 have states of a gated delta rule: a block is a page of four tokens, so most rounds pass an edge, and
-rejected drafts lie on both sides of it. Most draft by their own prediction layer.
+heads in layers with a window, and narrow values or shared keys. DeepSeek-V4 has entries of several tokens. Qwen3-Next,
+Qwen3.5 and Kimi-Linear have states of a gated delta rule: a block is a page of four tokens, so most rounds pass an
+edge, and rejected drafts lie on both sides of it. Most draft by their own prediction layer.
 
 What one node computes equals transformers: tests/engine/models/test_odd_shapes.py."""
 
@@ -34,8 +34,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**DELTA, "shared_expert_intermediate_size": 48},
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, "shared_expert_intermediate_size": 48},
+    "kimi_linear": {"linear_num_heads": 6},
 }
-CHAINS_ONLY = ("deepseek_v4", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+CHAINS_ONLY = ("deepseek_v4", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
 IN_GATE = {"glm_moe_dsa": "tree", "qwen3_next": "chain"}  # pages of all tokens and of states, and drafts
 
 
@@ -48,7 +49,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def model(family: str, checkpoint: Callable[..., Path]) -> Path:
     source = checkpoint(family, **SIZES | FAMILIES[family])
     path = source.with_name(f"{source.name}-mtp")
-    if family.startswith("gemma"):
+    if family.startswith("gemma") or family == "kimi_linear":
         return source
     return path if path.exists() else (with_qwen_mtp if "qwen" in family else with_mtp)(source, path)
 
@@ -56,6 +57,8 @@ def model(family: str, checkpoint: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def drafter(family: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The settings that say how the model drafts."""
+    if family == "kimi_linear":
+        return {"speculative": "ngram"}
     if not family.startswith("gemma"):
         return {"speculative": "mtp"}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96}
@@ -136,7 +139,7 @@ def test_a_number_of_drafts_that_changes_with_each_round_changes_no_text(
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "qwen" in name], indirect=True)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "qwen" in name or "kimi" in name], indirect=True)
 @pytest.mark.parametrize("page_size", [1, 2, 3, 6])
 def test_a_convolution_may_read_more_rows_than_a_block_has(
     page_size: int, plain: Plain, make_pair: Callable[..., NodePair]

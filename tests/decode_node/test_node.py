@@ -15,7 +15,7 @@ from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params, replace
 
 from baton.engine.pace.step_times import StepTimes
 from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.metadata.handoff import client
+from baton.metadata.handoff import pull_link
 from baton.metadata.wire.messages import Cancel, Failed
 from baton.metadata.wire.request import Unit
 
@@ -231,7 +231,7 @@ def pulling(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
             pair._dispatch()
         time.sleep(0.05)  # for the offers to come
         assert pair.decode.scheduler.reserved and pair.decode._under_way is not None
-        monkeypatch.setattr(client, "POLL_BYTES", 1)
+        monkeypatch.setattr(pull_link, "POLL_BYTES", 1)
         yield pair
         monkeypatch.undo()
         pair.run()

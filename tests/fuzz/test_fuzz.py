@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from fuzz_buses import MembershipTarget, RouterTarget
-from fuzz_sockets import SocketTarget
+from fuzz_sockets import PagePortTarget, SocketTarget
 from fuzz_targets import DECODERS, ClientTarget, DecoderTarget, GpuClientTarget, RowTarget, ServerTarget, Target
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -22,6 +22,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "membership": MembershipTarget,
     "router": RouterTarget,
     "sockets": SocketTarget,
+    "page port": PagePortTarget,
 }
 
 

@@ -202,13 +202,14 @@ def test_each_node_has_its_own_key_and_can_be_shut_out(
 
     cluster.start_router(*keys("router", allow_list), "--canary-interval-s", "3600")  # none while a node is shut out
     for role, name in (("prefill", "prefill-0"), ("decode", "decode-0")):
-        cluster.start_node(role, name, *keys(name, allow_list), "--transport", "zmq")
+        cluster.start_node(role, name, *keys(name, allow_list), "--transport", "aes")
     strangers = [
         cluster.start_node("decode", "no-keys"),
         cluster.start_node("decode", "stranger", *keys("stranger", theirs)),
     ]
     cluster.wait_ready(2)
     before = cluster.complete("hello", max_tokens=5, temperature=0)
+    assert "pages travel by aes" in cluster.processes["decode-0"].log
     for stranger, words in zip(
         strangers, ("does the router there run with --keys?", f"say `stranger {public}`?"), strict=True
     ):

@@ -131,9 +131,9 @@ def test_the_wheel_holds_the_program_and_the_demo_model_alone(light: tuple[Path,
     data = (path for path in (ROOT / "deploy" / "demo").rglob("*") if path.suffix in (".json", ".md", ".safetensors"))
     times = (ROOT / "deploy" / "simulation" / "measured").glob("*.json")
     page = (path for path in (ROOT / "router" / "http" / "page" / "static").rglob("*") if path.is_file())
-    for_operators = (
-        path for name in ("dashboards/*", "nginx.conf", "systemd/*") for path in (ROOT / "deploy").glob(name)
-    )
+    operators = ("container", "dashboards", "kubernetes", "nginx.conf", "slurm", "systemd")
+    places = [ROOT / "deploy" / name for name in operators]
+    for_operators = (file for place in places for file in (place, *place.rglob("*")) if file.is_file())
     found = (*code, *data, *times, *for_operators, *page, ROOT / "__init__.py")
     files = {f"baton/{path.relative_to(ROOT)}": path for path in found}
     assert set(names) == set(files)

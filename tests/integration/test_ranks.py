@@ -14,8 +14,10 @@ import psutil
 import pytest
 import zmq
 from cluster import Cluster, Process, free_port, wait_until
+from own_mtp import with_mtp
 
 from baton.deploy import cli
+from baton.metadata.bus.addresses import PAGE_PORTS
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.messages import Renew
 from baton.metadata.wire.protocol import PROTOCOL_MAX
@@ -88,44 +90,56 @@ def test_any_numbers_of_ranks_hand_over_to_each_other(new_cluster: Callable[...,
 FAMILIES: dict[str, dict[str, Any]] = {  # with heads that two and three ranks share
     "deepseek_v32": {},
     "glm_moe_dsa": {},
+    "gemma3_text": {"num_key_value_heads": 6},
     "gemma4_text": {"num_key_value_heads": 6, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "gpt_oss": {"num_key_value_heads": 6},
     "mimo_v2_flash": {"num_attention_heads": 12, "num_key_value_heads": 6},
     "deepseek_v4": {"o_groups": 6},
 }
+OWN_DRAFTER = ("deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "deepseek_v4")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("family", "of_prefill", "of_decode"), [*((family, 2, 3) for family in FAMILIES), ("deepseek_v4", 3, 2)]
-)
+@pytest.mark.parametrize(("of_prefill", "of_decode"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_unlike_numbers_of_ranks_hand_pools_beside_that_of_kv_over(
-    family: str, of_prefill: int, of_decode: int, checkpoint: Callable[..., Path], new_cluster: Callable[..., Cluster]
+    family: str,
+    of_prefill: int,
+    of_decode: int,
+    checkpoint: Callable[..., Path],
+    new_cluster: Callable[..., Cluster],
+    tmp_path: Path,
 ) -> None:
     sizes = {"num_attention_heads": 6, "hidden_size": 96, "intermediate_size": 96} | FAMILIES[family]
-    cluster = new_cluster(checkpoint(family, **sizes))
+    model = checkpoint(family, **sizes)
+    drafts = ["--speculative", "mtp"] if family in OWN_DRAFTER else []
+    cluster = new_cluster(with_mtp(model, tmp_path / "mtp") if drafts else model)
     cluster.start_router()
     for num_ranks in ((1, 1), (of_prefill, of_decode)):
         for role, num in zip(("prefill", "decode"), num_ranks, strict=True):
-            start(cluster, role, f"{role}-{num}", num)
+            start(cluster, role, f"{role}-{num}", num, *drafts)
         cluster.wait_ready(num_nodes=2)
         if num_ranks == (1, 1):
             expected = answers(cluster, BODIES)
             for role in ("prefill", "decode"):
                 stop(cluster, f"{role}-1")
     assert answers(cluster, BODIES) == answers(cluster, BODIES) == expected
+    stats = cluster.ledger()["nodes"][f"decode-{of_decode}"]["stats"]
+    assert stats["num_drafted"] > 0 and stats["pages_moved"] > 0
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.whole
-def test_keys_protect_the_links_of_ranks(new_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["aes", "zmq"])
+def test_keys_protect_the_links_of_ranks(transport: str, new_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """Each node has a key of its own, which its ranks share. Who has none gets no answer of any rank."""
     cluster, allow_list = new_cluster(), tmp_path / "allow-list"
     names = ("router", "prefill-1", "decode-1", "prefill-2", "decode-2")
     assert not any(cli.main(["keys", str(tmp_path / f"{each}.key"), "--allow-list", str(allow_list)]) for each in names)
 
     def keys(name: str) -> list[str]:
-        return ["--keys", str(tmp_path / f"{name}.key"), "--allow-list", str(allow_list), "--transport", "zmq"]
+        return ["--keys", str(tmp_path / f"{name}.key"), "--allow-list", str(allow_list), "--transport", transport]
 
     cluster.start_router(*keys("router")[:-2])
     for role in ("prefill", "decode"):
@@ -140,9 +154,10 @@ def test_keys_protect_the_links_of_ranks(new_cluster: Callable[..., Cluster], tm
     cluster.wait_ready(num_nodes=2)
     assert answers(cluster, BODIES) == expected
     for rank in (0, 1):
-        assert f"decode-2{'/rank-1' * rank} linked to prefill node prefill-2, pages travel by zmq" in decode.log
+        assert f"decode-2{'/rank-1' * rank} linked to prefill node prefill-2, pages travel by {transport}" in decode.log
         assert not is_answered(port + rank)
-    assert "prefill-2/rank-1 decode node decode-2 linked, pages travel by zmq" in prefill.log
+        assert transport != "aes" or not is_answered(port + PAGE_PORTS + rank)
+    assert f"prefill-2/rank-1 decode node decode-2 linked, pages travel by {transport}" in prefill.log
 
 
 def is_answered(port: int) -> bool:

@@ -29,7 +29,7 @@ from ..pages import CHECKSUM_BYTES, ReceivedPages
 from ..pull_link import ANSWER_S, HELLO_S, PullLink, PullLinks
 from ..schema.kv_layout import KvLayout, Shard
 from ..schema.schema import blocks_per_page, kv_layouts
-from ..transports.base import POLL_BYTES, Landed, Move
+from ..transports.base import Landed, Move
 from .orders import (
     CloseSource,
     ExpectPages,
@@ -223,15 +223,13 @@ class RankPuller:
                 raise ProtocolError(f"{type(message).__name__} on a link for pages alone")
 
     def _step(self, source: _Source, rank: int, link: PullLink) -> None:
-        transport = link.transport
-        if transport is None:
-            return
         try:
-            for landed in transport.step(POLL_BYTES):
+            for landed in link.step():
                 self._land(source, rank, landed)
         except OutOfMemory as error:
-            self._fail(source, transport.next_unit, error)
-        self._has_more |= transport.is_busy
+            assert link.transport is not None
+            self._fail(source, link.transport.next_unit, error)
+        self._has_more |= link.transport is not None and link.transport.is_busy
 
     def _land(self, source: _Source, rank: int, landed: Landed) -> None:
         """Take in the part of a page that has come from one rank. Check it if it lies in its pool; else check the page
@@ -248,13 +246,15 @@ class RankPuller:
             source.links[rank].lose("the pages of its ranks come by unlike transports, to the GPU and to the host")
             return
         page.is_on_device = is_on_device
+        if landed.checked is not None and page.wrong_block is None:
+            page.wrong_block = landed.checked.wrong_block
         try:
             if landed.checksums is not None and page.wrong_block is None:
                 blocks = source.blocks[rank]
                 page.wrong_block = self._pages.first_difference(move.target, landed.checksums, move.checksums, blocks)
             if page.ranks:
                 return
-            if not is_on_device and page.generation == move.generation:
+            if not is_on_device and page.generation == move.generation and page.wrong_block is None:
                 page.wrong_block = self._pages.first_difference(move.target, None, move.checksums)
         except OutOfMemory as error:
             self._fail(source, move.unit, error)

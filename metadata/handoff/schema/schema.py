@@ -183,6 +183,11 @@ def tail_window(schema: HandoffSchema) -> int:
     return max((pool.window for pool in further_pools(schema).values()), default=0)
 
 
+def tails_before(window: int, page_size: int) -> int:
+    """Return how many tail pages hold what the token behind a whole page sees of layers with this window."""
+    return pages_of(max(0, window - 1), page_size)
+
+
 def tail_pages(schema: HandoffSchema, num_tokens: int) -> range:
     """Return the pages of tokens whose tail pages are handed over with a prompt: those that the next token sees. None
     if the schema has no tail pages."""

@@ -3,9 +3,10 @@ process writes the memory of another.
 
 A transport is one subclass of `Transport` in a file of its own, and one line in registry.py. The class says
 
-    name, needs_*, since           the pairs of nodes for which it works (`can_reach`, `can_serve`)
+    name, needs_*, is_*, since     the pairs of nodes for which it works (`can_reach`, `can_serve`)
     welcome, prepare               the prefill node's part: publish its pools, and prepare pages before each offer
     open, step, receive, forget    the decode node's part: move the pages
+    sockets, read, ask             if they come on a socket of the transport's own
 
 The decode node lists its transports in LinkHello, best first. The prefill node answers with LinkWelcome, or a message
 derived from it, and names the first that works. An instance belongs to one open link of a decode node. `HandoffClient`
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, Self
 
+import zmq
 from msgspec import Struct
 
 from ...errors import ProtocolError
@@ -88,6 +90,19 @@ class PullTeam(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PeerHost:
+    """Where a prefill node is, for transports that connect to it: the address of its data links, and how long the
+    handshake there and a round trip take, seconds."""
+
+    data_address: str
+    has_keys: bool  # the data link is under CURVE
+    context: zmq.Context[zmq.Socket[bytes]]
+    clock: Callable[[], float]
+    handshake_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PullEnd:
     """The decode node's part of an open transport: its pools, and a function that asks the peer for pages."""
 
@@ -98,6 +113,7 @@ class PullEnd:
     part: PagePart | None = None  # of each page that comes over the link; None: the whole page
     team: PullTeam | None = None  # on the link of rank 0 that has the tickets
     protocol: int = PROTOCOL_MIN  # the peer is addressed in it
+    peer: PeerHost | None = None
 
 
 class Transport(ABC):
@@ -107,6 +123,8 @@ class Transport(ABC):
     needs_same_host: ClassVar[bool] = False  # it reads the peer's memory
     needs_device: ClassVar[bool] = False  # the pools of both nodes must lie on GPUs
     needs_inbox: ClassVar[bool] = False  # the decode node must have an inbox for file descriptors
+    needs_page_port: ClassVar[bool] = False  # pages come from the prefill node's page port, so both need keys
+    is_readable: ClassVar[bool] = False  # on the network; nodes with keys use it only if the operator has said so
     since: ClassVar[int] = PROTOCOL_MIN  # the first protocol that has its welcome
 
     def __init__(self, memory: Sequence[PageMemory], part: PagePart | None = None) -> None:
@@ -169,11 +187,27 @@ class Transport(ABC):
         """The unit for which the device has no memory, when `step` has said so: that of the first queued move."""
         return self._queue[0].unit
 
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """The sockets of this transport that the loop polls for input."""
+        return []
+
+    def read(self) -> tuple[Pages, memoryview] | None:
+        """Return the next message of pages on a socket of this transport, for `receive`; None if none waits. Raises
+        ProtocolError if it is not one of the peer's."""
+        return None
+
+    def ask(self) -> bool:
+        """Ask the peer whether it has read the requests for pages, because answers stay away. If it has and they were
+        lost, `step` raises TransferError. Return False if the pages come over the data link, which asks itself."""
+        return False
+
     @abstractmethod
     def step(self, max_bytes: int) -> Iterator[Landed]:
         """Continue with the queued moves and copy about `max_bytes` at most. Each page is yielded before the next is
         copied, so that the caller checks it while it lies in the processor's cache. Raises OutOfMemory, after the last
-        page, if the device has no memory for queued moves, which stay queued."""
+        page, if the device has no memory for queued moves, which stay queued; TransferError if no page can come any
+        more; and Unreachable if another transport may have a way."""
 
     def receive(self, message: Pages, data: memoryview) -> Iterator[Landed]:  # noqa: ARG002
         """Take the peer's pages, one after the other. If the caller stops iterating, the rest is not written. Raises

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from .aes import AesTransport
 from .base import Transport
 from .cuda import CudaTransport
 from .local import LocalTransport
+from .plain import PlainTransport
 from .ranks import RanksTransport
 from .zmq import ZmqTransport
 
 TRANSPORTS: dict[str, type[Transport]] = {
     CudaTransport.name: CudaTransport,
     LocalTransport.name: LocalTransport,
+    PlainTransport.name: PlainTransport,
+    AesTransport.name: AesTransport,
     ZmqTransport.name: ZmqTransport,
 }
 

@@ -16,7 +16,7 @@ from ...wire.messages import Pages, Pull
 from ...wire.request import Unit, pack_ids
 from ..memory import PageMemory, bytes_of, unpack_page
 from ..ranks.shards import PagePart
-from .base import Landed, Move, PullEnd, Transport
+from .base import Checked, Landed, Move, PullEnd, Transport
 
 # A message holds as many pages as fit, and at least one. Heartbeats wait behind a message, so on a slow network it must
 # not take long.
@@ -65,6 +65,25 @@ class ZmqTransport(Transport):
         moves = self._in_flight.get((message.unit, message.indices))
         if moves is None:
             raise ProtocolError(f"pages of {message.unit} that were not asked for", rid=message.unit.rid)
+        whole = self._unsealed(data)
+        if whole is None:
+            self._end_pull(message)
+            return iter([Landed(move, move.generation, checked=Checked(0)) for move in moves])
+        return self._take(message, moves, whole)
+
+    def forget(self, unit: Unit) -> None:
+        super().forget(unit)
+        self._in_flight = {key: moves for key, moves in self._in_flight.items() if key[0] != unit}
+
+    def close(self) -> None:
+        super().close()
+        self._in_flight.clear()
+
+    def _unsealed(self, data: memoryview) -> memoryview | None:
+        """Return the bytes of pages that `receive` was given; None if they are damaged."""
+        return data
+
+    def _take(self, message: Pages, moves: list[Move], data: memoryview) -> Iterator[Landed]:
         num_bytes = sum(bytes_of(self.memory, move.target, self.part) for move in moves)
         if data.nbytes != num_bytes or len(message.generations) != 8 * len(moves):
             raise ProtocolError(
@@ -75,14 +94,6 @@ class ZmqTransport(Transport):
         self._end_pull(message)
         generations: list[int] = np.frombuffer(message.generations, "<i8").tolist()
         return self._unpack(moves, generations, np.frombuffer(data, np.uint8))
-
-    def forget(self, unit: Unit) -> None:
-        super().forget(unit)
-        self._in_flight = {key: moves for key, moves in self._in_flight.items() if key[0] != unit}
-
-    def close(self) -> None:
-        super().close()
-        self._in_flight.clear()
 
     def _end_pull(self, message: Pages) -> None:
         """Remove the pull that this message answers.

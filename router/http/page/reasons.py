@@ -62,7 +62,8 @@ def node_standing(node: Node, pairs: list[PairStanding], registry: Registry, now
     if not pairs:
         return Standing("joining", _missing_partner(node, registry))
     if any(pair.state == "ready" for pair in pairs):
-        return Standing("ready", _why_full(node, now))
+        late = "its news of cached pages is late: it gets prompts by its load alone"
+        return Standing("ready", _why_full(node, now) or late * (node.cache.state(now) == "late"))
     faults = [pair.why for pair in pairs if pair.state == "faulty"]
     return Standing("faulty", faults[0]) if faults else Standing("joining", pairs[0].why)
 

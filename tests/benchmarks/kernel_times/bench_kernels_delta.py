@@ -2,7 +2,7 @@
 value heads of 128 numbers, a convolution over 4 tokens, pages of 64 tokens, bfloat16.
 
     python tests/benchmarks/kernel_times/bench_kernels_delta.py \
-        [--only rounds prompts gates] [--sequences 1 8 32 64] [--rows 1 2 4] [--chunk 2048 8192]
+        [--only rounds tiles prompts gates] [--sequences 1 8 32 64] [--rows 1 2 4] [--chunk 2048 8192]
 
 Rows, updates and states in pages are those of the reference, which every kernel is compared with. Sequences end at all
 places of a block. A round's time is compared with reading the state, the rows since the edge and their updates, once.
@@ -24,6 +24,7 @@ from graph_times import Kernel, copies, measure, normal
 from torch import Tensor
 
 from baton.kernels.products.norm import Norm
+from baton.kernels.state import triton_delta_round
 from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule
 from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools, delta_prompt, delta_round, gate_heads
 
@@ -47,7 +48,7 @@ class Text(NamedTuple):
     def make(cls, num_tokens: int) -> Text:
         torch.manual_seed(0)
         channels = torch.randn(HEADS, CHANNELS, TAPS, device="cuda") / TAPS**0.5
-        a_log, dt_bias = torch.rand(HEADS, SHARED, device="cuda") - 3, torch.randn(HEADS, SHARED, device="cuda")
+        a_log, dt_bias = torch.rand(HEADS, SHARED, device="cuda") - 3, torch.randn(HEADS, SHARED, 1, device="cuda")
         weights, inputs = DeltaWeights(channels, a_log, dt_bias, DIM, DIM), normal(num_tokens, HEADS, WIDTH)
         rows = torch.cat([inputs[:, :, :CHANNELS], inputs[:, :, CHANNELS + SHARED * DIM :]], 2)
         state = torch.zeros(weights.state_shape, device="cuda")
@@ -87,7 +88,7 @@ def near(found: Tensor, expected: Tensor, tolerance: float) -> float:
     return error
 
 
-def rounds(options: argparse.Namespace) -> Iterator[Kernel]:
+def rounds(options: argparse.Namespace, *, has_peer: bool = True) -> Iterator[Kernel]:
     text = Text.make(2 * BLOCK)
     for num_seqs, num_rows in itertools.product(options.sequences, options.rows):
         first = BLOCK + (torch.arange(num_seqs, device="cuda") * 37 + 32) % (BLOCK - num_rows)  # none ends a block
@@ -110,8 +111,23 @@ def rounds(options: argparse.Namespace) -> Iterator[Kernel]:
         moved = num_seqs * STATE_BYTES + int((first - BLOCK).sum()) * ROW_BYTES + inputs.nbytes
         name = f"{num_seqs} x {num_rows}"
         yield Kernel(name, [lambda own=own, call=call: call(own) for own in pools], moved, check=check)
-        if num_rows == 1:
+        if num_rows == 1 and has_peer:
             yield from _peer(f"fla, {name}", text, num_seqs, 1, STATE_BYTES * num_seqs * 2)
+
+
+def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
+    """Rounds of one row by other columns and warps than the kernel chooses."""
+    chosen = triton_delta_round.tiles_of
+    one = argparse.Namespace(sequences=options.sequences, rows=[1])
+    for columns, num_warps in ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)):
+
+        def given(*_: object, tiles: tuple[int, int] = (columns, num_warps)) -> tuple[int, int]:
+            return tiles
+
+        triton_delta_round.tiles_of = given
+        for kernel in rounds(one, has_peer=False):
+            yield kernel._replace(name=f"{kernel.name}, {columns} columns, {num_warps} warps")
+    triton_delta_round.tiles_of = chosen
 
 
 def prompts(options: argparse.Namespace) -> Iterator[Kernel]:
@@ -174,5 +190,5 @@ def gates(options: argparse.Namespace) -> Iterator[Kernel]:
 
 
 if __name__ == "__main__":
-    parts = {"rounds": rounds, "prompts": prompts, "gates": gates}
+    parts = {"rounds": rounds, "prompts": prompts, "gates": gates, "tiles": tiles}
     measure(__doc__, "delta-rule", parts, sequences=[1, 8, 32, 64], rows=[1, 2, 4], chunk=[2048, 8192])

@@ -216,7 +216,11 @@ def test_refusals_name_the_value(tmp_path: Path, change: dict[str, object], word
     assert str(tmp_path / "config.json") in str(error.value)
 
 
-WITH_A_CLASS = [name for name in PUBLISHED if name != "Kimi-K2"]  # transformers reads it by code of its publisher
+WITHOUT_A_CLASS = (  # transformers reads the first by code of its publisher; the second's has nothing of rotation
+    "Kimi-K2",
+    "Kimi-Linear-48B-A3B",
+)
+WITH_A_CLASS = [name for name in PUBLISHED if name not in WITHOUT_A_CLASS]
 
 
 @pytest.mark.parametrize("name", WITH_A_CLASS)

@@ -115,7 +115,8 @@ def texts(count: int) -> Iterator[str]:
         yield "".join(random_.choices(pieces, k=random_.randrange(1, 30)))
 
 
-def test_every_id_is_that_of_the_published_program(made: tokenizers.Tokenizer) -> None:
+def test_every_id_is_that_of_the_published_program(made: tokenizers.Tokenizer, tmp_path: Path) -> None:
+    assert tokenizer_bytes(write(tmp_path / "linear", model_type="kimi_linear")).decode() == made.to_str()
     for text in texts(300):
         ids = made.encode(text).ids
         assert ids == expected(text), text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,25 +23,32 @@ from baton.kernels.state.delta_rule import DeltaWeights
 
 # 16 values: torch computes numbers that fill no vector of the processor by other instructions, which round otherwise
 DELTA = DeltaConfig((0, 2), num_key_heads=2, num_value_heads=6, key_dim=12, value_dim=16, num_taps=4)
-GATE = DELTA.num_shared * DELTA.value_dim
-WIDTH = DELTA.num_key_heads * (DELTA.num_channels + GATE + 2 * DELTA.num_shared)
+BY_CHANNEL = replace(DELTA, decay_dim=DELTA.key_dim)
 NUM_TOKENS = 150
 
 
-def layer() -> DeltaNet:
+def width(delta: DeltaConfig) -> int:
+    """Return the numbers of a token's hidden state."""
+    own = delta.num_shared * (delta.value_dim + 1 + delta.decay_dim)
+    return delta.num_key_heads * (delta.num_channels + own)
+
+
+def layer(delta: DeltaConfig) -> DeltaNet:
     """A layer whose projections are the hidden state itself, so that no product rounds."""
     generator = torch.Generator().manual_seed(1)
-    heads = DELTA.num_key_heads, DELTA.num_shared
-    taps = torch.randn(heads[0], DELTA.num_channels, DELTA.num_taps, generator=generator)
-    a_log, dt_bias = (torch.rand(*heads, generator=generator) for _ in range(2))
-    size = DELTA.num_value_heads * DELTA.value_dim
+    heads = delta.num_key_heads, delta.num_shared
+    taps = torch.randn(heads[0], delta.num_channels, delta.num_taps, generator=generator)
+    a_log, dt_bias = (torch.rand(*each, generator=generator) for each in (heads, (*heads, delta.decay_dim)))
+    size = delta.num_value_heads * delta.value_dim
     return DeltaNet(
         1,
-        (Linear.dense(torch.eye(WIDTH)),),
-        (WIDTH,),
-        DeltaWeights(taps, a_log, dt_bias, DELTA.key_dim, DELTA.value_dim),
-        torch.ones(DELTA.value_dim),
+        (Linear.dense(torch.eye(width(delta))),),
+        (width(delta),),
+        (None,),
+        DeltaWeights(taps, a_log, dt_bias, delta.key_dim, delta.value_dim),
+        torch.ones(delta.value_dim),
         1e-6,
+        torch.nn.functional.silu,
         Linear.dense(torch.eye(size)),
     )
 
@@ -48,13 +56,13 @@ def layer() -> DeltaNet:
 class Text:
     """A sequence in pools that are full of NaN, with scattered pages."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size, self.layer = page_size, layer()
+    def __init__(self, page_size: int, delta: DeltaConfig = DELTA) -> None:
+        self.page_size, self.layer = page_size, layer(delta)
         num_pages = NUM_TOKENS // page_size + 4
         self.pages = random.Random(0).sample(range(1, num_pages), num_pages - 1)
         self.pools = {
             each.name: torch.full((2, num_pages, 1, each.num_heads, page_size, each.row_width(page_size)), torch.nan)
-            for each in DELTA.further
+            for each in delta.further
         }
 
     def batch(self, num_new: int, position: int) -> ForwardBatch:
@@ -72,18 +80,18 @@ class Text:
         return torch.cat(outputs)
 
 
-def hidden_states(seed: int = 3, num_tokens: int = NUM_TOKENS) -> Tensor:
-    return torch.randn(num_tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
+def hidden_states(seed: int = 3, num_tokens: int = NUM_TOKENS, delta: DeltaConfig = DELTA) -> Tensor:
+    return torch.randn(num_tokens, width(delta), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("page_size", [4, 24, 64, 128])
-def test_no_division_of_a_text_changes_a_bit(page_size: int) -> None:
-    hidden = hidden_states()
-    whole = Text(page_size)
+@pytest.mark.parametrize(("page_size", "delta"), [(4, DELTA), (24, DELTA), (64, BY_CHANNEL), (128, DELTA)])
+def test_no_division_of_a_text_changes_a_bit(page_size: int, delta: DeltaConfig) -> None:
+    hidden = hidden_states(delta=delta)
+    whole = Text(page_size, delta)
     expected = whole.outputs(hidden, [NUM_TOKENS])
     assert not expected.isnan().any()
     for chunks in ([64, 64, 22], [1, 2, 60, 1, 1, 64, 21], [37] * 4 + [2], [127, *[1] * 23]):
-        text = Text(page_size)
+        text = Text(page_size, delta)
         assert torch.equal(text.outputs(hidden, chunks), expected), chunks
         for name, pool in text.pools.items():
             assert torch.equal(pool.nan_to_num(), whole.pools[name].nan_to_num()), (name, chunks)
@@ -118,7 +126,7 @@ def test_a_sequence_may_have_its_next_token_beside_its_chunk() -> None:
 def test_a_rank_without_sequences_has_no_outputs() -> None:
     text = Text(4)
     batch = ForwardBatch.build([], 4, "cpu")
-    assert text.run(torch.zeros(0, WIDTH), batch).shape == (0, DELTA.num_value_heads * DELTA.value_dim)
+    assert text.run(torch.zeros(0, width(DELTA)), batch).shape == (0, DELTA.num_value_heads * DELTA.value_dim)
 
 
 def test_kernels_have_the_numbers_of_plain_torch() -> None:

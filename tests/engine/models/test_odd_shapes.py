@@ -199,6 +199,16 @@ SHAPES = {
     "qwen3.5-moe": Shape(
         "qwen3_5_moe_text", {"layer_types": None, "num_hidden_layers": 5, "head_dim": 24}, disagrees=True
     ),
+    "kimi-linear": Shape(
+        "kimi_linear",
+        {"num_attention_heads": 6, "hidden_size": 96, "linear_num_heads": 6, "linear_head_dim": 16},
+        disagrees=True,
+    ),
+    "kimi-linear-query-latents": Shape(
+        "kimi_linear",
+        {"q_lora_rank": 28, "linear_conv_kernel_dim": 3, "linear_num_heads": 2, "mlp_layer_types": ["sparse"] * 4},
+        disagrees=True,
+    ),
     "ministral3-tied-window": Shape(
         "ministral3",
         {

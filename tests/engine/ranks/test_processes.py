@@ -19,7 +19,7 @@ import pytest
 import torch
 from forked import forked_ranks
 from patience import load_factor, wait_until
-from rank_functions import echo, fail, hang, hang_in_group
+from rank_functions import echo, fail, hang, hang_in_group, load_without_end
 
 from baton.engine.ranks.group import CpuGroup
 from baton.engine.ranks.processes import RankProcesses

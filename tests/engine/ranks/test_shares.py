@@ -24,6 +24,7 @@ from baton.metadata.errors import ConfigError
         ("DeepSeek-V3", 32, False, "m has FP8 scales for blocks of 128; 32 ranks would have .* cuts a block"),
         ("gpt-oss-20b", 8, False, None),
         ("Qwen3-Next-80B-A3B", 16, False, None),
+        ("Kimi-Linear-48B-A3B", 32, False, None),
         (
             "Qwen3-Next-80B-A3B",
             12,

@@ -8,11 +8,12 @@ import pytest
 
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import PrefixCache
-from baton.engine.state.tail_pages import TailPages, most_tails, tails_before, tails_beside
+from baton.engine.state.tail_pages import TailPages, most_tails, tails_beside
 from baton.metadata.errors import OutOfPages
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.pages import page_checksums
 from baton.metadata.handoff.schema.kv_layout import KvLayout
+from baton.metadata.handoff.schema.schema import tails_before
 from baton.metadata.wire.node_info import KvPlane
 
 NUM_PAGES, NUM_TAILS, PAGE_SIZE = 30, 12, 4

@@ -13,16 +13,16 @@ NUM_HEADS, NUM_SHARED, KEY_DIM, VALUE_DIM, NUM_TAPS = 2, 3, 12, 10, 4
 NUM_CHANNELS = 2 * KEY_DIM + NUM_SHARED * VALUE_DIM
 
 
-def weights() -> DeltaWeights:
+def weights(decay_dim: int = 1) -> DeltaWeights:
     torch.manual_seed(1)
     taps, a_log = torch.randn(NUM_HEADS, NUM_CHANNELS, NUM_TAPS), torch.rand(NUM_HEADS, NUM_SHARED)
-    return DeltaWeights(taps, a_log, torch.randn(NUM_HEADS, NUM_SHARED), KEY_DIM, VALUE_DIM)
+    return DeltaWeights(taps, a_log, torch.randn(NUM_HEADS, NUM_SHARED, decay_dim), KEY_DIM, VALUE_DIM)
 
 
-def rows_of(num_tokens: int) -> Tensor:
+def rows_of(num_tokens: int, decay_dim: int = 1) -> Tensor:
     """Rows of a text behind the zeros before it."""
     torch.manual_seed(2)
-    before = torch.zeros(NUM_TAPS - 1, NUM_HEADS, NUM_CHANNELS + 2 * NUM_SHARED)
+    before = torch.zeros(NUM_TAPS - 1, NUM_HEADS, NUM_CHANNELS + NUM_SHARED * (1 + decay_dim))
     return torch.cat([before, torch.randn(num_tokens, *before.shape[1:])])
 
 
@@ -35,26 +35,30 @@ def token_by_token(rows: Tensor, own: DeltaWeights) -> Tensor:
         mixed = torch.nn.functional.silu((window * taps).sum(2))
         q, k, v = mixed.split([KEY_DIM, KEY_DIM, NUM_SHARED * VALUE_DIM], 1)
         q, k = (each / (each.square().sum(1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
-        b, a = rows[last, :, NUM_CHANNELS:].split(NUM_SHARED, 1)
-        state = state * (-a_log.exp() * torch.nn.functional.softplus(a + dt_bias)).exp()[..., None, None]
+        b, a = rows[last, :, NUM_CHANNELS:].tensor_split([NUM_SHARED], 1)
+        steps = -a_log.exp().unsqueeze(2) * torch.nn.functional.softplus(a.view_as(dt_bias) + dt_bias)
+        state = state * steps.exp().unsqueeze(3)
         error = v.view(NUM_HEADS, NUM_SHARED, VALUE_DIM) - torch.einsum("hsdv,hd->hsv", state, k)
         state = state + torch.einsum("hd,hsv->hsdv", k, error * b.sigmoid().unsqueeze(2))
         outputs.append(torch.einsum("hsdv,hd->hsv", state, q).flatten(0, 1) * KEY_DIM**-0.5)
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("block", [1, 4, 64])
-def test_blocks_have_the_numbers_of_the_formula(block: int) -> None:
-    own, rows = weights(), rows_of(150)
+@pytest.mark.parametrize(("block", "decay_dim"), [(1, 1), (4, KEY_DIM), (64, 1), (64, KEY_DIM)])
+def test_blocks_have_the_numbers_of_the_formula(block: int, decay_dim: int) -> None:
+    own, rows = weights(decay_dim), rows_of(150, decay_dim)
     outputs, _, states = gated_delta_rule(rows, torch.zeros(own.state_shape), own, block)
     assert len(states) == 150 // block
     torch.testing.assert_close(outputs.double(), token_by_token(rows, own), atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("length", "block"), thinned([(150, 64), (300, 64), (300, 16)], lambda i, *_: i == 0))
-def test_state_at_an_edge_and_rows_since_are_the_whole_bit_for_bit(length: int, block: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "block", "decay_dim"),
+    thinned([(150, 64, 1), (90, 64, KEY_DIM), (300, 64, 1), (300, 16, 1), (300, 16, KEY_DIM)], lambda i, *_: i < 2),
+)
+def test_state_at_an_edge_and_rows_since_are_the_whole_bit_for_bit(length: int, block: int, decay_dim: int) -> None:
     """A text that ends at any token, and one that goes on from the last edge before it."""
-    own, rows = weights(), rows_of(length)
+    own, rows = weights(decay_dim), rows_of(length, decay_dim)
     start = torch.zeros(own.state_shape)
     whole, updates, states = gated_delta_rule(rows, start, own, block)
     at_edge = [start, *states]

@@ -225,7 +225,6 @@ def test_drop_ends_the_ticket_and_frees_the_pages_at_once(pair):
 
 def test_no_page_is_written_after_drop(nodes, way, monkeypatch):
     """Pages that were queued or on their way when the claim was dropped leave no trace."""
-    monkeypatch.setattr("baton.metadata.handoff.client.POLL_BYTES", 1)
     monkeypatch.setattr("baton.metadata.handoff.pull_link.POLL_BYTES", 1)
     monkeypatch.setattr("baton.metadata.handoff.transports.zmq.MESSAGE_BYTES", 1)
     monkeypatch.setattr("baton.metadata.handoff.transports.cuda.GATHER_BYTES", 1)

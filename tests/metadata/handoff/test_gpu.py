@@ -309,6 +309,14 @@ def test_transports_are_named_best_first() -> None:
     assert transports(EngineConfig(), on_cpu) == ("local", "zmq")  # type: ignore[arg-type]
     assert transports(EngineConfig(), on_gpu) == ALL  # type: ignore[arg-type]
     assert transports(EngineConfig(transport="zmq"), on_gpu) == ("zmq",)  # type: ignore[arg-type]
+    with_keys = EngineConfig(keys="a.key"), EngineConfig(keys="a.key", plain_pages=True)
+    assert [transports(each, on_cpu) for each in with_keys] == [  # type: ignore[arg-type]
+        ("local", "aes", "zmq"),
+        ("local", "plain", "aes", "zmq"),
+    ]
+    for transport, words in (("aes", "--keys FILE"), ("plain", "--plain-pages on both nodes")):
+        with pytest.raises(ConfigError, match=f"transport {transport} needs {words}"):
+            transports(EngineConfig(transport=transport), on_cpu)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="transport cuda needs device cuda, this node is on cpu"):
         transports(EngineConfig(transport="cuda"), on_cpu)  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.metadata.wire import messages as m
-from baton.router.placement.affinity import PrefixAffinity, SessionAffinity, page_hashes
+from baton.router.placement.affinity import PrefixAffinity, SessionAffinity
 
 from ..conftest import System
 from ..dispatching.test_runner import own
@@ -19,29 +19,27 @@ def test_the_sessions_that_are_idle_longest_are_forgotten() -> None:
     assert [sessions.node_of(session) for session in (b"a", b"b", b"c", None)] == [3, None, 4, None]
 
 
-def test_a_page_hash_depends_on_the_salt_and_all_tokens_up_to_its_end() -> None:
-    ids = list(range(40))
-    assert len(page_hashes(ids, 16, "")) == 2
-    assert len(page_hashes(ids[:32], 16, "")) == 1  # the page of the last token is always computed
-    assert page_hashes(ids[:16], 16, "") == []
-    assert page_hashes(ids, 16, "")[0] == page_hashes([*ids[:20], *ids[:20]], 16, "")[0]
-    assert page_hashes(ids, 16, "")[1] != page_hashes([*ids[:20], *ids[:20]], 16, "")[1]
-    assert set(page_hashes(ids, 16, "a")).isdisjoint(page_hashes(ids, 16, "b"))
-    changed = page_hashes([9, *ids[1:]], 16, "")
-    assert set(changed).isdisjoint(page_hashes(ids, 16, "")), "a page depends on all tokens before it"
-
-
 def test_affinity_is_bounded_and_forgets_ends_first() -> None:
     affinity = PrefixAffinity(max_pages=4)
-    affinity.note("a", [1, 2, 3])
+    affinity.note("a", [1, 2, 3], 0.0)
     assert affinity.num_matched("a", [1, 2, 3, 4]) == 3
     assert affinity.num_matched("a", [1, 9, 3]) == 1
     assert affinity.num_matched("b", [1, 2, 3]) == 0
-    affinity.note("a", [7, 8])
+    affinity.note("a", [7, 8], 0.0)
     assert affinity.num_matched("a", [7, 8]) == 2
     assert affinity.num_matched("a", [1, 2, 3]) == 2
     affinity.forget("a")
     assert affinity.num_matched("a", [7, 8]) == 0
+
+
+def test_pages_that_a_node_has_told_since_are_not_expected() -> None:
+    affinity = PrefixAffinity()
+    affinity.note("a", [1, 2], 10.0)
+    affinity.note("a", [1, 2, 3], 11.0)
+    assert affinity.num_matched("a", [1, 2, 3], since=11.0) == 3
+    assert affinity.num_matched("a", [1, 2, 3], since=11.1) == 0
+    affinity.note("a", [7], 13.0, since=12.0)
+    assert affinity.num_matched("a", [1, 2, 3]) == 0, "what nobody asks for takes no memory"
 
 
 def test_equal_prefixes_meet_on_one_prefill_node(make_system: Callable[..., System]) -> None:

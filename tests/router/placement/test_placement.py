@@ -10,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.metadata.wire import messages as m
+from baton.metadata.wire.membership import CachedPages
 from baton.metadata.wire.node_info import Capacity, Load, RankLoad
+from baton.router.nodes.node import Node
 from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill
 from baton.router.placement.placement import (
+    EXPECTED_S,
     DecodeFigures,
     Placement,
     PrefillFigures,
@@ -306,3 +309,92 @@ def test_a_request_goes_where_one_rank_has_room(is_local: bool) -> None:
         entry = Entry(make_request(group, prompt_len=prompt_len), (0,))
         place = placement.choose(entry, 0.0)
         assert place is not None and (place.decode, [place.prefill]) == (chosen, nodes or [None]), place
+
+
+SHARED = decode(running=4, most=20)._replace(cached_share=1.0)
+
+
+def test_a_decode_node_with_pages_of_the_prompt_may_be_a_little_fuller() -> None:
+    assert choose_decode([decode(running=4, most=20), SHARED], 5) == 1
+    assert choose_decode([decode(running=3, most=20), SHARED], 5) == 1
+    assert choose_decode([decode(running=1, most=20), SHARED], 5) == 0
+    assert choose_decode([decode(running=4, most=20), SHARED._replace(is_full=True)], 5) == 0
+    quick = SHARED._replace(handoff_s=0.01, round_s=0.005)  # the handoff costs as much as half a sequence
+    assert choose_decode([decode(running=3, most=20), quick], 5) == 0
+    assert choose_decode([decode(running=3, most=20), quick._replace(handoff_s=0.1)], 5) == 1
+    assert choose_decode([decode(running=0, most=20), quick._replace(handoff_s=9.0)], 5) == 0, "SESSION_SLACK at most"
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        (
+            [decode(running=3, most=20), SHARED],
+            "it has 100% of the prompt in its prefix cache: 4 running of 20, elsewhere 3 of 20",
+        ),
+        ([decode(running=6, most=20), SHARED], "least loaded of 2 decode nodes: 4 running of 20"),
+    ],
+)
+def test_the_reason_names_cached_pages_if_they_decide(figures: list[DecodeFigures], reason: str) -> None:
+    assert choose_decode(figures, 5) == 1 and decode_reason(figures, 5, 1) == reason
+
+
+def told(node: Node, entry: Entry, num_pages: int, number: int = 0) -> None:
+    """Let a node tell that it has the first pages of a prompt."""
+    list(entry.names)
+    stored = b"".join(entry.names._whole[:num_pages])
+    node.cache.take(CachedPages(number=number, stored=stored, removed=b"", num_changes=num_pages, is_whole=True))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_next_turn_goes_to_the_nodes_that_have_told_its_pages(late: bool) -> None:
+    """Also if the router has never given them the prompt: it may have started since."""
+    group = make_group()
+    prefills = [add_node(group, "prefill", f"p{index}") for index in range(3)]
+    decodes = [add_node(group, "decode", f"d{index}") for index in range(3)]
+    placement = Placement(lambda prefill, decode: True)
+    entry = Entry(make_request(group, prompt_len=100), (0,))
+    for node in (*prefills, *decodes):
+        told(node, entry, {"p1": 3, "p2": 5, "d1": 6}.get(node.node_id, 0))
+    if late:
+        for node in (*prefills, *decodes):
+            node.cache.count(99, -100.0)
+    place = placement.choose(entry, 0.0)
+    assert place is not None and place.prefill is not None and place.decode is not None
+    if late:
+        assert (place.prefill.node_id, place.decode.node_id) == ("p0", "d0")
+        assert "its news of cached pages is late, so load alone counts" in place.prefill_reason
+        return
+    assert (place.prefill.node_id, place.decode.node_id) == ("p2", "d1")
+    assert "; it holds 80 of the prompt's 100 tokens in its prefix cache" in place.prefill_reason
+    assert place.decode_reason.startswith("it has 96% of the prompt in its prefix cache")
+    assert placement.begin_prompt(place.prefill, entry, 0, 0.0) == 20
+
+
+def test_no_prompt_is_placed_by_the_pages_of_another_tenant() -> None:
+    group = make_group()
+    nodes = [add_node(group, "prefill", name) for name in ("p0", "p1")] + [add_node(group, "decode", "d0")]
+    placement = Placement(lambda prefill, decode: True)
+    own = Entry(make_request(group, prompt_len=100, cache_salt="a"), (0,))
+    others = Entry(make_request(group, prompt_len=100, cache_salt="b"), (0,))
+    for node in nodes:
+        told(node, own, 6 if node.node_id == "p1" else 0)
+    places = [placement.choose(entry, 0.0) for entry in (own, others)]
+    assert [place and place.prefill and place.prefill.node_id for place in places] == ["p1", "p0"]
+    assert places[1] is not None and "prefix cache" not in places[1].prefill_reason + places[1].decode_reason
+
+
+def test_pages_of_a_prompt_under_way_are_expected_until_the_node_would_have_told_them() -> None:
+    """Requests that share a prefix and come together meet on one node."""
+    group = make_group()
+    nodes = [add_node(group, "prefill", name) for name in ("p0", "p1")] + [add_node(group, "decode", "d0")]
+    placement = Placement(lambda prefill, decode: True)
+    entry = Entry(make_request(group, prompt_len=100), (0,))
+    for node in nodes:
+        told(node, entry, 0)
+    second = nodes[1]
+    placement.begin_prompt(second, entry, 0, 10.0)
+    assert placement._num_uncached(second, entry, 60.0) == 4, "the prompt still waits there"
+    second.end_prompt(entry.request.rid, 0)
+    assert placement._num_uncached(second, entry, 11.0) == 4
+    assert placement._num_uncached(second, entry, 10.1 + EXPECTED_S) == 100, "it has told nothing of them"

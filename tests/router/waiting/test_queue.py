@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.metadata.cache.names import PageNames
 from baton.metadata.errors import Overloaded, RequestError, Unavailable
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity
@@ -107,6 +108,7 @@ class _Group:  # hashed by its identity, as groups are
     page_size = 16
     context_len = 1 << 20
     layout = make_layout(16)
+    names = PageNames(b"", 16, 0)
     live = staticmethod(lambda role: [])
 
 
@@ -392,6 +394,7 @@ class Group:
     page_size = 16
     context_len = 1 << 20
     layout = make_layout(16)
+    names = PageNames(b"", 16, 0)
     tokenizer: Any = object()
     facts = GroupFacts()
     computes_locally = False

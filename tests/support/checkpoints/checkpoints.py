@@ -212,16 +212,29 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
     "qwen3_next": _DELTA | _DELTA_EXPERTS | {"mlp_only_layers": [2]},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _DELTA_EXPERTS,
+    "kimi_linear": _LATENTS
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
 # families whose biases and sinks are spread
-_BIASED = ("deepseek_v4", "gpt_oss", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
+_BIASED = ("deepseek_v4", "gpt_oss", "kimi_linear", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash")
 _NORMED = {
     "deepseek_v4": {"norm.weight": 1.0},
     "qwen3_next": {"norm.weight": 0.3},
     "qwen3_5_text": {"norm.weight": 0.3},
     "qwen3_5_moe_text": {"norm.weight": 0.3},
+    "kimi_linear": {"o_norm.weight": 1.0},
     "gemma3_text": {"norm.weight": 0.3},
     "gemma4_text": dict.fromkeys(("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar"), 1.0),
 }  # families whose norms are spread: transformers leaves all at one
@@ -250,7 +263,7 @@ def make_checkpoint(path: Path, family: str = "llama", *, seed: int = 0, **confi
     model.float().eval().save_pretrained(path)
     if family in _BIASED:
         _spread(path, seed, {"sink_bias": 2.0, "bias": 0.3, "sinks": 2.0, "sink": 2.0, "ape": 1.0, "_base": 0.7})
-    if "linear_num_key_heads" in fields:
+    if "linear_num_key_heads" in fields or "linear_num_heads" in fields:
         _remember(path)
     if family in _NORMED:
         _spread(path, seed, _NORMED[family])

@@ -19,6 +19,8 @@ from wire import Wire
 
 from baton.engine.checkpoint.model_card import read_tokenizer
 from baton.engine.checkpoint.model_check import DEMO
+from baton.engine.state.pages import PagePool
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import Received
@@ -26,7 +28,7 @@ from baton.metadata.errors import BatonError, Refused, RequestError
 from baton.metadata.logs import Throttle
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import encode
-from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats, PoolLedger
+from baton.metadata.wire.node_info import Capacity, Load, ModelCard, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
@@ -233,21 +235,11 @@ class RouterTarget(Target):
         return rng.choices(makers, (4, 6, 2, 2, 2, 2, 2, 0.05, 0.5, 3))[0]()
 
 
-class _Books:
-    def tail_ledger(self) -> None:
-        return None
-
-    def ledger(self) -> PoolLedger:
-        return PoolLedger(free=1, padding=1, request=0, ticket=0, cache=0, cache_referenced=0)
-
-    def flush(self) -> None: ...
-
-
 class _Member:
     """A node that holds nothing."""
 
     is_idle = True
-    cache = _Books()
+    cache = PrefixCache(PagePool(2, 16))
 
     def load(self) -> Load:
         return LOAD

@@ -1,4 +1,5 @@
-"""Hostile bytes on the TCP ports, below ZeroMQ's messages, where libzmq reads them."""
+"""Hostile bytes on the TCP ports, below ZeroMQ's messages, where libzmq reads them; and at the page port, hostile
+messages of a decode node that was let in."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ import time
 from typing import Any
 
 import zmq
-from fuzz_frames import noise
+from fuzz_frames import hostile_frame, noise
 from fuzz_targets import Target
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, unit
+from samples import make_sample
 
+from baton.metadata.bus.curve import KeyPair
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived
+from baton.metadata.wire.messages import Pages, Pull
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 _READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -59,8 +63,14 @@ class SocketTarget(Target):
         return bytes(data[: rng.choice([len(data), rng.randint(0, len(data))])])
 
     def _serve_honest(self) -> None:
-        ticket = unit(f"h{self.number}")
         client, target = make_client(context=self.context)
+        self._serve(client)
+        for node in (client, *target):
+            node.close()
+
+    def _serve(self, client: Any) -> None:
+        """Hand one page over to an honest decode node."""
+        ticket = unit(f"h{self.number}")
         self.server.open(ticket, 1)
         self.server.offer(ticket, [0], [5], [1])
         self.server.finish(ticket, make_row(SCHEMA))
@@ -71,5 +81,51 @@ class SocketTarget(Target):
             events += [*client.poll(), *self.server.poll()]
             assert time.monotonic() < deadline, events
         self.num_accepted += 1
-        for node in (client, *target):
+
+
+class PagePortTarget(SocketTarget):
+    """A page port. It takes noise of strangers, and unsealed, wrongly sealed and hostile messages of a decode node that
+    is let in. The same node must be served now and then."""
+
+    name = "page port"
+
+    def __init__(self) -> None:
+        Target.__init__(self)
+        self.context = zmq.Context()
+        shared: dict[str, Any] = {"context": self.context, "keys": KeyPair.generate(), "transports": ("aes",)}
+        self.server, self.source = make_server(**shared)
+        self.client, self.target = make_client(**shared)
+        port = self.server._links._port
+        assert port is not None
+        self.address = ("127.0.0.1", port.number)
+        self.number = 0
+        self._serve_honest()
+
+    def feed(self, rng: random.Random) -> None:
+        transport: Any = self.client._links.by_epoch[self.server.end.epoch].transport
+        message = hostile_frame(rng, make_sample(rng.choice([Pull, Pages]), rng))
+        sealed = transport._sealer.seal(message)
+        match rng.randrange(4):
+            case 0:
+                super().feed(rng)
+                return
+            case 1:
+                transport._socket.send_multipart([noise(rng) for _ in range(rng.choice([1, 2]))])
+            case 2:
+                transport._socket.send_multipart(sealed * rng.choice([1, 2]))
+            case _:
+                transport._socket.send_multipart([bytes(sealed[0][: rng.randint(0, len(sealed[0]))])])
+        self.server.poll()
+        self.number += 1
+        if self.number % _EVERY == 0:
+            self._serve_honest()
+
+    def close(self) -> None:
+        for node in (self.client, *self.target):
             node.close()
+        for node in (self.server, *self.source):
+            node.close()
+        self.context.destroy(linger=0)
+
+    def _serve_honest(self) -> None:
+        self._serve(self.client)

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
+from baton.metadata.cache.names import NAME_BYTES
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.request import pack_ids
@@ -100,6 +101,8 @@ def _fitting(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that must change so that the fields of the message fit together."""
     if kind is m.Tokens:
         return {"firsts": pack_ids([3, 4]), "counts": pack_ids([1, 2]), "ids": pack_ids([7, 8, 9])}
+    if kind is m.CachedPages:
+        return {name: NAME_BYTES * fields[name] for name in ("stored", "removed")}
     return {}
 
 

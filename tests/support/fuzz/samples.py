@@ -8,7 +8,9 @@ from typing import Any
 
 from msgspec import inspect
 
+from baton.metadata.cache.names import NAME_BYTES
 from baton.metadata.wire.data_link import RankHello
+from baton.metadata.wire.membership import CachedPages
 from baton.metadata.wire.messages import Dispatch, Tokens
 from baton.metadata.wire.request import pack_ids
 
@@ -72,6 +74,8 @@ def _fitting(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
     if kind is Tokens:
         column = pack_ids(range(len(fields["units"])))
         return {"firsts": column, "counts": column}
+    if kind is CachedPages:
+        return {name: NAME_BYTES * fields[name][: 1 << 14] for name in ("stored", "removed")}
     if issubclass(kind, Dispatch):
         return {"choices": tuple(dict.fromkeys(fields["choices"])) or (0,)}
     if kind is RankHello:

@@ -371,7 +371,7 @@ def run_cell(pair: NodePair, cell: Cell, cases: list[Case], place: Place = "remo
     num_preempted = pair.decode.stats().preemptions - stats.preemptions
     num_recomputed = pair.decode.stats().computed_tokens - stats.computed_tokens
     if cell.is_preempted:
-        assert num_preempted > 1 and (num_recomputed > 9 or cell.is_hit), (cell, num_preempted, num_recomputed)
+        assert num_preempted > 1 and (num_recomputed > 5 or cell.is_hit), (cell, num_preempted, num_recomputed)
     else:
         assert num_preempted == 0 and (num_recomputed > 0) == (place != "remote"), (cell, num_preempted, num_recomputed)
     check_hits(pair, cell, [choice for choices in results for choice in choices], place, len(cases))

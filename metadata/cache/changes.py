@@ -1,0 +1,151 @@
+"""Changes of a prefix cache, read in batches: which pages it has stored and removed since the last batch.
+
+A step of the node only notes that a page has changed. Between steps `read` looks what has become of the page, and makes
+its name if it is new. A page that was stored and removed in between appears in no batch.
+
+The first batch begins a walk through the whole cache, parents before their children; so does the one after
+`begin_anew`, or after more changes than are kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from .names import PageNames
+
+MAX_CHANGED = 1 << 17  # changes that are kept until they are read
+
+
+class CachedPage(Protocol):
+    """A page of a prefix cache (engine/state/prefix_cache.py)."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def parent(self) -> CachedPage | None: ...
+    @property
+    def children(self) -> Mapping[bytes, CachedPage]: ...
+    @property
+    def is_cached(self) -> bool: ...
+    @property
+    def tail(self) -> int | None: ...
+
+
+class WatchedCache(Protocol):
+    """A prefix cache that says which pages change."""
+
+    @property
+    def num_changes(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def lookahead(self) -> int: ...
+    def first_pages(self) -> Sequence[CachedPage]: ...
+    def watch(self, note: Callable[[CachedPage], object]) -> None: ...
+    def unwatch(self, note: Callable[[CachedPage], object]) -> None: ...
+
+
+class StoredPage(NamedTuple):
+    """A page that is new in a batch."""
+
+    name: bytes
+    parent: bytes | None  # name of the page before it; None: it is a first page
+    key: bytes  # its tokens, int32, and the next ones that its KV depends on; before those of a first page, its salt
+
+
+@dataclass(slots=True)
+class ChangeBatch:
+    """What has changed. If it `begins`, the cache has no other pages than those that batches tell from then on."""
+
+    begins: bool = False
+    stored: list[StoredPage] = field(default_factory=list[StoredPage])  # parents first
+    removed: list[bytes] = field(default_factory=list[bytes])
+    stored_tails: list[bytes] = field(default_factory=list[bytes])  # names of tail pages
+    removed_tails: list[bytes] = field(default_factory=list[bytes])
+    is_whole: bool = False  # nothing is left of the walk
+    num_changes: int = 0  # of the cache since its start, those that this batch and the ones before tell
+
+
+class CacheChanges:
+    """Reads the changes of one cache, whose pages it names by `key`. `close` ends it."""
+
+    def __init__(self, cache: WatchedCache, key: bytes) -> None:
+        self._cache = cache
+        self._names = PageNames(key, cache.page_size, cache.lookahead)
+        self._changed: deque[CachedPage] = deque()
+        self._to_walk: deque[CachedPage] = deque()
+        self._told: dict[CachedPage, bytes] = {}  # names of the pages that batches have told
+        self._told_tails: set[CachedPage] = set()
+        self._begins = True
+        cache.watch(self._changed.append)
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the next batch has something to tell."""
+        return self._begins or bool(self._changed) or bool(self._to_walk)
+
+    def begin_anew(self) -> None:
+        """Begin with a walk through the whole cache in the next batch."""
+        self._begins = True
+
+    def close(self) -> None:
+        """Watch the cache no more."""
+        self._cache.unwatch(self._changed.append)
+
+    def read(self, most: int) -> ChangeBatch:
+        """Return the next batch. It looks at `most` pages, which takes one to two microseconds each."""
+        batch = ChangeBatch(begins=self._begins or len(self._changed) > MAX_CHANGED)
+        if batch.begins:
+            self._begins = False
+            self._told.clear()
+            self._told_tails.clear()
+            self._changed.clear()
+            self._to_walk = deque(self._cache.first_pages())
+        for _ in range(most):
+            if self._to_walk:
+                self._look(self._to_walk.popleft(), batch)
+            elif self._changed:
+                self._look(self._changed.popleft(), batch)
+            else:
+                break
+        batch.is_whole = not self._to_walk
+        batch.num_changes = self._cache.num_changes - len(self._changed)
+        return batch
+
+    def _look(self, page: CachedPage, batch: ChangeBatch) -> None:
+        """Enter what has become of a page since batches told it."""
+        name = self._told.get(page)
+        if page.is_cached and name is None:
+            name = self._tell(page, batch)
+        if name is None:
+            return
+        if (page.tail is not None) != (page in self._told_tails):
+            if page.tail is not None:
+                batch.stored_tails.append(self._names.of_tail(name))
+                self._told_tails.add(page)
+            else:
+                batch.removed_tails.append(self._names.of_tail(name))
+                self._told_tails.remove(page)
+        if not page.is_cached:
+            batch.removed.append(name)
+            del self._told[page]
+
+    def _tell(self, page: CachedPage, batch: ChangeBatch) -> bytes | None:
+        """Enter a new page, and return its name. None: its parent is not told yet, and will bring it."""
+        before = page.parent
+        if before is None or before.parent is None:  # the root comes before first pages
+            tokens = page.key[-self._names.num_key_bytes :]
+            salt = page.key[: -self._names.num_key_bytes].decode()
+            parent, name = None, self._names.after(self._names.before_first(salt), tokens)
+        else:
+            parent = self._told.get(before)
+            if parent is None:
+                return None
+            name = self._names.after(parent, page.key)
+        self._told[page] = name
+        batch.stored.append(StoredPage(name, parent, page.key))
+        self._to_walk.extend(page.children.values())
+        return name
