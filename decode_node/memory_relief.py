@@ -43,7 +43,7 @@ class MemoryRelief:
     def end(self, sequence: Sequence, error: OutOfMemory) -> None:
         """End a sequence with an error. Another node, or this one later, may have the memory."""
         self._scheduler.finish(sequence)
-        self._fail(sequence.unit, error.code, str(error), is_retryable=True)
+        self._fail(sequence.router, sequence.unit, error.code, str(error), is_retryable=True)
 
 
 def _demand(sequence: Sequence) -> tuple[bool, bool, bool, int]:

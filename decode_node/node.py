@@ -31,6 +31,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -182,7 +183,8 @@ class DecodeNode:
             self.pacing.alone.take()
         self._announce()
         for sequence in plan.failed:
-            self._fail(sequence.unit, "out_of_pages", "the pool cannot hold this request alone", is_retryable=False)
+            words = "the pool cannot hold this request alone"
+            self._fail(sequence.router, sequence.unit, "out_of_pages", words, is_retryable=False)
         self._reservations.announce_capacity()
         self._clock.end_step()
         return bool(self.scheduler.running) or self._under_way is not None or bool(self._put_off)
@@ -240,6 +242,10 @@ class DecodeNode:
         """Return the units of all sequences held here."""
         return tuple(sequence.unit for sequence in self.scheduler)
 
+    def num_units(self) -> Counter[str]:
+        """Count the units by the epoch of the router that they are of."""
+        return Counter(sequence.router for sequence in self.scheduler)
+
     def tickets(self) -> tuple[Unit, ...]:
         """Return the units of all reserved sequences, whose pages are not complete."""
         return tuple(self.scheduler.reserved)
@@ -253,12 +259,13 @@ class DecodeNode:
             case Cancel(rid=rid, attempt=attempt, choices=choices):
                 for sequence in self.scheduler.find(rid, attempt, choices):
                     self._drop(sequence, message.reason or "cancelled")
-                self.membership.send(Cancelled(rid=rid, attempt=attempt))
-            case Resend(unit=unit, first=first):
-                self._resend(unit, first)
-            case RouterGone():
-                for sequence in self.scheduler:
-                    self._drop(sequence, message.reason)
+                self.membership.send(Cancelled(rid=rid, attempt=attempt), message.router_epoch)
+            case Resend():
+                self._resend(message)
+            case RouterGone(router=router, reason=reason):
+                for sequence in [each for each in self.scheduler if each.router == router]:
+                    self._drop(sequence, reason)
+                self._reservations.forget(router)
             case _:
                 logger.warning("dropped a %s message: decode nodes do not take it", type(message).__name__)
 
@@ -317,30 +324,33 @@ class DecodeNode:
         if self.pacing.chooser is not None:
             self.pacing.chooser.wake()
 
-    def _resend(self, unit: Unit, first: int) -> None:
+    def _resend(self, message: Resend) -> None:
         """Send the unit's tokens from number `first` on again. If its pages do not come, ask for the offers again."""
+        router, unit, first = message.router_epoch, message.unit, message.first
         sequence = self.scheduler.get(unit)
         if sequence is None:
             tokens = self.outbox.again_of_ended(unit, first)
             if tokens is None:
-                self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
+                words = "the node does not know this request any more"
+                self._fail(router, unit, "unavailable", words, is_retryable=True)
             else:
-                self.membership.send(tokens)
+                self.membership.send(tokens, router)
         elif first > sequence.num_generated and unit in self.scheduler.reserved and not self.handoff.ask_offers(unit):
             # the router has the prefill node's first token, so the offers that go with it were sent and lost
             self._drop(sequence, "an offer was lost")
-            self._fail(unit, "transfer_error", "an offer of the prefill node was lost", is_retryable=True)
+            self._fail(router, unit, "transfer_error", "an offer of the prefill node was lost", is_retryable=True)
         else:
-            self.membership.send(self.outbox.again(sequence, first))
+            self.membership.send(self.outbox.again(sequence, first), router)
 
     def _drop(self, sequence: Sequence, reason: str) -> None:
         if sequence.unit in self.scheduler.reserved:
             self.handoff.drop(sequence.unit, reason)
         self.scheduler.finish(sequence)
 
-    def _fail(self, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None:
+    def _fail(self, router: str, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None:
         logger.warning("%s: %s", code, message, extra={"rid": unit.rid})
-        self.membership.send(Failed(unit=unit, code=code, message=message[:MAX_TEXT], retryable=is_retryable))
+        failed = Failed(unit=unit, code=code, message=message[:MAX_TEXT], retryable=is_retryable)
+        self.membership.send(failed, router)
 
     # --- arrivals ---
 
@@ -408,12 +418,12 @@ class DecodeNode:
                     sampled = self.executor.read_row(row)
                 except ProtocolError as error:
                     self.scheduler.finish(sequence)
-                    self._fail(unit, error.code, str(error), is_retryable=False)
+                    self._fail(sequence.router, unit, error.code, str(error), is_retryable=False)
                 else:
                     self._admit(sequence, event, sampled)
             case TransferFailed(unit=unit, reason=reason, is_refused=is_refused, code=code):
                 self.scheduler.finish(sequence)
-                self._fail(unit, code, reason, is_retryable=not is_refused)
+                self._fail(sequence.router, unit, code, reason, is_retryable=not is_refused)
             case Revoked():  # the prefill node told the router: the only token, or why there is none
                 self.scheduler.finish(sequence)
 
@@ -451,7 +461,7 @@ class DecodeNode:
                 self.scheduler.share_computed(sequence, num_pulled)
             logger.info("admitted, %d pages pulled", message.num_pages, extra={"rid": message.unit.rid})
             times = msgspec.structs.replace(message.times, admit_s=time.monotonic() - begun)
-            self.membership.send(msgspec.structs.replace(message, times=times))
+            self.membership.send(msgspec.structs.replace(message, times=times), sequence.router)
             self._send([sequence])
 
     def _await_chunks(self) -> None:
@@ -550,7 +560,8 @@ class DecodeNode:
                 num_cached=sequence.num_cached,
                 load=self.load(),
                 prompt_logprobs=tuple(scores.logprobs),
-            )
+            ),
+            sequence.router,
         )
         sequence.forget_scores()
 
@@ -601,8 +612,10 @@ class DecodeNode:
         elif len(accepted.token_ids) <= accepted.num_accepted:
             self.scheduler.finish(sequence)
             message = no_token(len(sequence.token_ids), sequence.sampling.params)
-            self._fail(sequence.unit, "model_error", message, is_retryable=False)
+            self._fail(sequence.router, sequence.unit, "model_error", message, is_retryable=False)
 
     def _send(self, sequences: list[Sequence]) -> None:
-        for tokens in self.outbox.unsent(sequences):
-            self.membership.send(tokens)
+        for router in dict.fromkeys([sequence.router for sequence in sequences]):
+            own = [sequence for sequence in sequences if sequence.router == router]
+            for tokens in self.outbox.unsent(own):
+                self.membership.send(tokens, router)

@@ -1,11 +1,14 @@
-"""Reservations on a decode node: granted or refused. After a refusal the router is told when pages become free."""
+"""Reservations on a decode node: granted or refused. After a refusal the router is told when pages become free. If
+several routers were refused, their turns follow the ages of their requests (metadata/bus/asks.py)."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Protocol
 
+from ..metadata.bus.asks import Asks
 from ..metadata.errors import RequestError
 from ..metadata.wire.messages import CapacityFreed, Compute, Reserve, Reserved, ToRouter
 from ..metadata.wire.node_info import Load
@@ -16,9 +19,9 @@ from .sequence import Sequence, new_sequence
 
 
 class Fail(Protocol):
-    """A function that tells the router that a unit has failed."""
+    """A function that tells the router of this epoch that a unit has failed."""
 
-    def __call__(self, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None: ...
+    def __call__(self, router: str, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None: ...
 
 
 class Reservations:
@@ -29,7 +32,7 @@ class Reservations:
         scheduler: DecodeScheduler,
         outbox: Outbox,
         load: Callable[[], Load],
-        send: Callable[[ToRouter], object],
+        send: Callable[[ToRouter, str], object],
         fail: Fail,
         *,
         vocab_size: int,
@@ -41,7 +44,7 @@ class Reservations:
         self._outbox = outbox
         self._load, self._send, self._fail = load, send, fail
         self._orders = itertools.count()
-        self._refused_at: int | None = None  # scheduler.pages.num_releases when a reservation was last refused
+        self._asks = Asks()
 
     def grant(self, message: Reserve | Compute) -> list[Sequence]:
         """Reserve choices in order while they fit, and answer. Return the sequences that are reserved now."""
@@ -51,7 +54,9 @@ class Reservations:
             self._answer(message, known)
             return []
         granted: list[Sequence] = []
-        for choice in message.choices:
+        router, now = message.router_epoch, time.monotonic()
+        is_refused = not self._asks.may_take(router, now)
+        for choice in () if is_refused else message.choices:
             try:
                 sequence = new_sequence(
                     message,
@@ -62,22 +67,33 @@ class Reservations:
                     scores_prompt=not granted,
                 )
             except RequestError as error:
-                self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error), is_retryable=False)
+                unit = Unit(message.rid, choice, message.attempt)
+                self._fail(message.router_epoch, unit, error.code, str(error), is_retryable=False)
                 continue
             if not self._scheduler.reserve(sequence):
-                self._refused_at = self._scheduler.pages.num_releases
+                is_refused = True
                 break
             granted.append(sequence)
+        if is_refused:
+            self._asks.refuse(router, message.waited_s, self._scheduler.pages.num_releases, now)
+        else:
+            self._asks.grant(router)
         self._answer(message, [sequence.unit for sequence in granted])
         return granted
 
     def announce_capacity(self) -> None:
-        """Tell the router that pages have become free, if a reservation was refused since the last such message."""
-        has_released = self._refused_at is not None and self._scheduler.pages.num_releases > self._refused_at
-        if has_released and self._scheduler.is_open:
-            self._refused_at = None
-            self._send(CapacityFreed(load=self._load()))
+        """Tell the router whose turn it is that pages have become free since it was refused."""
+        if not self._scheduler.is_open:
+            return
+        router = self._asks.next_to_tell(self._scheduler.pages.num_releases, time.monotonic())
+        if router is not None:
+            self._send(CapacityFreed(load=self._load()), router)
+
+    def forget(self, router: str) -> None:
+        """The router of this epoch is gone."""
+        self._asks.forget(router)
 
     def _answer(self, message: Reserve | Compute, units: list[Unit]) -> None:
         granted = tuple(unit.choice for unit in units)
-        self._send(Reserved(rid=message.rid, attempt=message.attempt, granted=granted, load=self._load()))
+        answer = Reserved(rid=message.rid, attempt=message.attempt, granted=granted, load=self._load())
+        self._send(answer, message.router_epoch)

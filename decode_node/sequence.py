@@ -123,6 +123,7 @@ class Sequence:
     prompt_len: int
     token_ids: list[int]  # prompt, received and generated tokens
     sampling: SamplingState
+    router: str = ""  # epoch of the router that asked for it, and gets its tokens
     pages: list[int] = field(default_factory=list)  # the block table
     lease: Lease | None = None
     tail: TailPages | None = None  # pages of layers with a window; None: the model has none, or it holds no pages
@@ -301,6 +302,7 @@ def new_sequence(
         prompt_len=len(prompt_ids),
         token_ids=prompt_ids + received_ids,
         sampling=sampling,
+        router=message.router_epoch,
         num_sent=len(received_ids),
         is_local=is_local,
         owes_num_cached=is_local,

@@ -36,7 +36,9 @@ _Node = TypeVar("_Node", bound=EngineConfig)
 LOOPBACK = "127.0.0.1"
 
 # Settings that `baton up` decides itself. They are not among its flags.
-DECIDED = frozenset({"router", "node_address", "node_id", "bind_host", "drain_timeout_s", "allow_list", "expect"})
+DECIDED = frozenset(
+    {"router", "node_address", "node_id", "bind_host", "kv_events", "drain_timeout_s", "allow_list", "expect"}
+)
 _ALLOW_LIST = "allow-list"
 _COMPILED = "*.nbi"  # what numba calls the index of a compiled kernel
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -81,6 +82,7 @@ logger = logging.getLogger(__name__)
 MIN_LEASE_S = 1.0
 LEASE_STEPS = 8  # a decode node that recomputes a chunk renews no lease meanwhile
 _DEFAULT_POOL_TOKENS = 65_536
+_PROCESSES_OF_HOST = "pid:[4026531836]"  # the namespace of a machine's first process (linux/proc_ns.h)
 _MEMORY_SHARE = 0.25  # of what is free, for a pool of the default size
 _STEP_LEN = 512  # tokens of a sequence in `padding_step`
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -639,5 +641,10 @@ def _default_num_pages(
 
 
 def default_node_id(role: str) -> str:
-    """role-host-pid: unique where host names are."""
-    return f"{role}-{os.uname().nodename[:40]}-{os.getpid()}"
+    """Return role-host-pid, which is unique where host names are. Containers may share a host name, and their process
+    ids are alike, so in a process namespace of its own a node gets random digits instead."""
+    namespace = ""
+    with suppress(OSError):
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    number = os.getpid() if namespace == _PROCESSES_OF_HOST else secrets.token_hex(4)
+    return f"{role}-{os.uname().nodename[:40]}-{number}"

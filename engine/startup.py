@@ -13,9 +13,12 @@ from ..metadata.bus.addresses import parse_address, require_keys
 from ..metadata.bus.allow_list import RANK, ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
+from ..metadata.bus.router_addresses import router_entries
 from ..metadata.bus.sockets import new_epoch as new_epoch
+from ..metadata.cache.kv_events import KvEvents
 from ..metadata.errors import ConfigError, RankLost, Refused
 from ..metadata.garbage import Garbage
+from ..metadata.handoff.descriptors import user_directory
 from ..metadata.handoff.endpoint import Endpoint
 from ..metadata.handoff.schema.schema import further_pools, needed_protocol, pool_words
 from ..metadata.handoff.transports.registry import TRANSPORTS
@@ -54,6 +57,8 @@ def load_engine(
     GPU leaves beside a node's other work, which `rehearse` runs; but not without graphs, since the work of service is
     then not known before. Raises ModelError and ConfigError."""
     started = time.monotonic()
+    if config.shared_dir is not None:
+        user_directory(config.shared_dir)  # raises before anything big is loaded
     use_threads(config)
     device = choose_device(config.device)
     fits = captures(device) and kind_of(device).is_apart and config.num_pages is None
@@ -108,6 +113,9 @@ def serve(
     with memory_to_start(), nullcontext() if ranks is None else ranks.guarded():
         node = membership.member = make_node(membership)
     garbage, steps = Garbage(), engine.group_steps
+    events = None
+    if config.kv_events is not None:
+        events = KvEvents(config.kv_events, engine.cache, 0 if steps is None else steps.place.rank)
     membership.install_signals()
     membership.start()
     if ranks is not None:
@@ -126,6 +134,8 @@ def serve(
                     raise
                 break  # a request came as the others left: it moves to another node
             membership.report()
+            if events is not None:
+                events.tell(time.monotonic())
             garbage.look(time.monotonic(), is_idle=node.is_idle)
             if not is_busy:
                 membership.wait() if steps is None else steps.sleep(membership.wait)
@@ -136,6 +146,8 @@ def serve(
     finally:
         membership.close()
         node.handoff.close()
+        if events is not None:
+            events.close()
     return 0
 
 
@@ -226,7 +238,7 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
         )
     if keys is not None and name == ROUTER:
         raise ConfigError(f"--keys {config.keys}: allow-list {config.allow_list} says that this is the router's key")
-    for address in (config.router, *addresses):
+    for address in (*router_entries(config.router), *addresses):
         require_keys(address, keys)
         parse_address(address)
     return keys
@@ -252,6 +264,7 @@ def make_endpoint(
         device=engine.device_pool,
         shard=engine.shard,
         keys=keys,
+        shared_dir=None if config.shared_dir is None else user_directory(config.shared_dir),
     )
 
 

@@ -47,9 +47,16 @@ class NodeConfig(ProcessConfig):
     """Settings of every node: how it meets the router and other nodes."""
 
     router: str = setting(
-        "tcp://127.0.0.1:5700", "join the router at this address, its --node-address", metavar="tcp://HOST:PORT"
+        "tcp://127.0.0.1:5700",
+        "join the router at this address, its --node-address; join all routers of a list with commas, and of a name "
+        "that resolves to several addresses",
+        metavar="tcp://HOST:PORT",
     )
-    node_id: str | None = setting(None, "give this node a name, unique in the cluster (default: role-host-pid)")
+    node_id: str | None = setting(
+        None,
+        "give this node a name, unique in the cluster (default: role-host-pid, in a container with random digits in "
+        "place of the pid)",
+    )
     bind_host: str = setting(
         "127.0.0.1",
         "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it. Of "
@@ -66,7 +73,19 @@ class NodeConfig(ProcessConfig):
         "send KV pages to other hosts without encryption: whoever sees the network can read prompts. Pages are still "
         "authenticated by the --keys, and nobody can change one. Both nodes must say so",
     )
+    shared_dir: str | None = setting(
+        None,
+        "share memory with nodes in other containers of this host through Unix sockets in this directory, which all of "
+        "them mount (default: with nodes in the same network namespace, such as those of one pod)",
+        metavar="DIR",
+    )
     checksums: bool = setting(True, "check every KV page after its transfer; without it, damaged pages go unnoticed")
+    kv_events: str | None = setting(
+        None,
+        "publish the pages of the prefix cache at this address for routers of other systems, in the format of vLLM's "
+        "KV events; whoever reaches it reads all prompts (default: publish nothing)",
+        metavar="tcp://HOST:PORT",
+    )
     drain_timeout_s: float = setting(30.0, "after SIGTERM, give running requests this many seconds to finish")
 
     def __post_init__(self) -> None:

@@ -29,6 +29,7 @@ import functools
 import itertools
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from ..engine.pace.padding import measure_prompt
@@ -150,6 +151,10 @@ class PrefillNode:
         """Return the units of all choices that are still wanted."""
         return tuple(unit for request in self.scheduler for unit in request.choices)
 
+    def num_units(self) -> Counter[str]:
+        """Count these units by the epoch of the router that they are of."""
+        return Counter(request.router for request in self.scheduler for _ in request.choices)
+
     def tickets(self) -> tuple[Unit, ...]:
         """Return the units of all open tickets."""
         return self._tickets.units()
@@ -162,12 +167,12 @@ class PrefillNode:
                 self._submit(message)
             case Cancel(rid=rid, attempt=attempt, choices=choices):
                 self._cancel(rid, attempt, choices)
-                self.membership.send(Cancelled(rid=rid, attempt=attempt))
-            case Resend(unit=unit, first=first):
-                self._resend(unit, first)
-            case RouterGone():
-                for request in list(self.scheduler):
-                    self._drop(request, set(request.choices), message.reason)
+                self.membership.send(Cancelled(rid=rid, attempt=attempt), message.router_epoch)
+            case Resend():
+                self._resend(message)
+            case RouterGone(router=router, reason=reason):
+                for request in [each for each in self.scheduler if each.router == router]:
+                    self._drop(request, set(request.choices), reason)
             case _:
                 logger.warning("dropped a %s message: prefill nodes do not take it", type(message).__name__)
 
@@ -184,7 +189,8 @@ class PrefillNode:
             )
         except RequestError as error:
             for choice in message.choices:
-                self._fail(Unit(message.rid, choice, message.attempt), error.code, str(error))
+                unit = Unit(message.rid, choice, message.attempt)
+                self._fail(message.router_epoch, unit, error.code, str(error))
             return
         if request.generation.params.grammar is not None:
             self.prompts.expect(request.generation.params.grammar)
@@ -196,13 +202,15 @@ class PrefillNode:
         self._tickets.open(request)
         self.scheduler.submit(request)
 
-    def _resend(self, unit: Unit, first: int) -> None:
+    def _resend(self, message: Resend) -> None:
         """Send the unit's first token again if the router lacks it. Report a unit that the node does not know."""
-        tokens = self.outbox.again(unit, first)
+        router, unit = message.router_epoch, message.unit
+        tokens = self.outbox.again(unit, message.first)
         if tokens is not None:
-            self.membership.send(tokens)
+            self.membership.send(tokens, router)
         elif not any(unit in request.choices for request in self.scheduler):
-            self._fail(unit, "unavailable", "the node does not know this request any more", is_retryable=True)
+            words = "the node does not know this request any more"
+            self._fail(router, unit, "unavailable", words, is_retryable=True)
 
     def _cancel(self, rid: str, attempt: int, choices: tuple[int, ...] | None) -> None:
         for request in self.scheduler.find(rid, attempt):
@@ -223,10 +231,11 @@ class PrefillNode:
         self, request: Request, reason: str, code: str = "invalid_request_error", *, is_retryable: bool = False
     ) -> None:
         for unit in request.choices:
-            self._fail(unit, code, reason, is_retryable=is_retryable)
+            self._fail(request.router, unit, code, reason, is_retryable=is_retryable)
 
-    def _fail(self, unit: Unit, code: str, message: str, *, is_retryable: bool = False) -> None:
-        self.membership.send(Failed(unit=unit, code=code, message=message[:MAX_TEXT], retryable=is_retryable))
+    def _fail(self, router: str, unit: Unit, code: str, message: str, *, is_retryable: bool = False) -> None:
+        failed = Failed(unit=unit, code=code, message=message[:MAX_TEXT], retryable=is_retryable)
+        self.membership.send(failed, router)
 
     def _end_tickets(self) -> None:
         for event in self._tickets.poll():
@@ -333,7 +342,7 @@ class PrefillNode:
         """End a choice with an error, unless it is not wanted any more."""
         if unit in request.choices:
             logger.warning("out of memory: %s", reason, extra={"rid": request.rid})
-            self._fail(unit, OutOfMemory.code, reason, is_retryable=True)
+            self._fail(request.router, unit, OutOfMemory.code, reason, is_retryable=True)
             self._drop(request, {unit}, reason)
 
     def _end_for_memory(self, request: Request, error: OutOfMemory) -> None:
@@ -360,7 +369,7 @@ class PrefillNode:
         ]
         if choices:
             self._counts.generated_tokens += len(choices)
-            self.membership.send(self.outbox.first_tokens(request, choices))
+            self.membership.send(self.outbox.first_tokens(request, choices), request.router)
             request.finish_sampling()
         return choices
 
@@ -399,7 +408,8 @@ class PrefillNode:
                 load=self.load(),
                 times=request.times,
                 prompt_logprobs=tuple(request.prompt_logprobs),
-            )
+            ),
+            request.router,
         )
 
 

@@ -42,6 +42,7 @@ class Request:
     prompt_len: int
     token_ids: list[int]
     arrived: float  # monotonic seconds, like the two below
+    router: str = ""  # epoch of the router that asked for it, and gets its first tokens
     started: float = 0.0
     computed: float = 0.0
     lease: Lease | None = None
@@ -189,4 +190,5 @@ def new_request(message: Prefill, *, key: int, vocab_size: int, context_len: int
         prompt_len=len(prompt_ids),
         token_ids=prompt_ids + received_ids,
         arrived=time.monotonic(),
+        router=message.router_epoch,
     )

@@ -35,7 +35,7 @@ from typing import Any
 import again
 
 ROOT = Path(__file__).parents[1]
-PROCESS_FOLDERS = ("tests/integration", "tests/chaos")
+PROCESS_FOLDERS = ("tests/integration", "tests/chaos", "tests/hosts")
 MOST_AT_A_TIME = 10  # each has its own memory of torch
 NICENESS = 5  # of folders: three quarters of a contested processor go to tests of processes
 EXIT_S = 60  # for processes that tests have left behind, before the kernel ends the room

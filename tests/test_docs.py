@@ -24,7 +24,9 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 MAX_COLUMNS = 100
 SCRIPTS = [path for folder in ("deploy", "tests") for path in (ROOT / folder).rglob("*.py")]
 COMMANDS = tuple(SUMMARIES)
-OTHERS_FLAGS = {"--help", "--now", "--target"}  # of every command, of systemctl, of pip
+# Of every command; of systemctl, buildah, kubectl, and Slurm's sbatch and scancel.
+OTHERS_FLAGS = {"--help", "--now", "--target", "--build-arg", "--from-file", "--from-literal"}
+OTHERS_FLAGS |= {"--batch", "--cpus-per-task", "--gpus-per-node", "--nodes", "--signal", "--time"}
 
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join((*PRODUCT, 'docs', 'tests'))})/[\w./-]*")
 _FLAG = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z0-9]+)*(?![\w-])")

@@ -145,6 +145,11 @@ def host_identity() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
+def is_literal(host: str) -> bool:
+    """Return whether a host is an IP address, not a name."""
+    return _ip_literal(host) is not None
+
+
 def _ip_literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host)

@@ -93,6 +93,7 @@ class Approach:
 
     def __init__(self) -> None:
         self.outlook: Outlook = "unreachable"
+        self.cut_at: float | None = None  # when the last connection ended; None: it stands, or there was none
         self._connected_at: float | None = None  # of a handshake under way
 
     def take(self, event: int, now: float) -> None:
@@ -103,8 +104,10 @@ class Approach:
                 self.outlook = "too slow"
             return
         begun, self._connected_at = self._connected_at, None
+        if self.outlook == "connected" and event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.cut_at = now
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.outlook = "connected"
+            self.outlook, self.cut_at = "connected", None
         elif event & _REFUSALS:
             self.outlook = "refused"
         elif event == zmq.EVENT_CLOSED or self.outlook == "connected":
@@ -185,6 +188,12 @@ class Link:
     def outlook(self) -> Outlook:
         """How far the last attempt to connect had come at the last `receive`."""
         return self._approach.outlook
+
+    @property
+    def cut_s(self) -> float:
+        """For how long there has been no connection, after one had stood; 0 otherwise. As of the last `receive`."""
+        cut_at = self._approach.cut_at
+        return 0.0 if cut_at is None else time.monotonic() - cut_at
 
     def _watch(self) -> None:
         """Take the events of the connection. While it stands, once per second: to ask for events takes 10 us."""

@@ -1,4 +1,7 @@
-"""A node's membership in the cluster: its link to the router, its heartbeat, its leaving. Both roles use it.
+"""A node's membership in the cluster: its channels to the routers, its leaving. Both roles use it.
+
+A node joins every router of its setting. Each has a channel of its own (channel.py), and no router knows of another. A
+router that is lost takes its own work with it, and nothing else.
 
 while not membership.is_over:
     is_busy = node.step()             # drains membership.receive()
@@ -14,19 +17,17 @@ import math
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
 from ..cache.changes import WatchedCache
-from ..cache.news import CacheNews
 from ..errors import Refused
 from ..service_manager import has_manager, notify
 from ..wire.membership import (
     IDLE,
-    CachedPages,
     Drain,
     Flush,
     Hello,
@@ -39,27 +40,17 @@ from ..wire.membership import (
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load, NodeStats, PoolLedger
 from ..wire.request import Unit
+from .channel import ChannelEvent, RouterChannel, RouterGone, TurnedAway
 from .curve import KeyPair
-from .link import Link, Outlook
-from .liveness import HeartbeatThread
-from .session import Joined, RouterChanged, RouterLost, RouterRefused, RouterSession, RouterWork, SessionEvent
-from .sockets import HANDSHAKE_MS
+from .router_addresses import RouterAddresses
+from .session import Joined, RouterWork
 
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.5
 IDLE_LIMIT_S = 10.0
-UNWELCOME_LOG_S = 10.0  # after which a node without a router logs that; then after twice as long, and so on
-MAX_UNWELCOME_LOG_S = 240.0  # between two such lines at most
 REPORT_INTERVAL_S = 0.1
 _LINGER_MS = 500  # how long the last message of a leaving node may take
-
-
-@dataclass(frozen=True, slots=True)
-class RouterGone:
-    """The router that gave this node its work is lost or was replaced. The node must free everything of that work."""
-
-    reason: str
 
 
 class PageLedger(WatchedCache, Protocol):
@@ -114,6 +105,10 @@ class Member(Protocol):
 
     def units(self) -> tuple[Unit, ...]: ...
 
+    def num_units(self) -> Counter[str]:
+        """Count the units by the epoch of the router that they are of."""
+        ...
+
     def tickets(self) -> tuple[Unit, ...]: ...
 
 
@@ -125,26 +120,21 @@ class Membership:
     def __init__(
         self,
         hello: Hello,
-        router_address: str,
+        routers: str,
         tokenizer: Callable[[], TokenizerFile],
         keys: KeyPair | None,
         drain_timeout_s: float,
         rank_silences_s: Callable[[], tuple[float, ...]] = tuple,
     ) -> None:
-        """`rank_silences_s`: as of `HeartbeatThread`."""
-        self._link = Link(router_address, hello.node_id, hello.epoch, keys)
-        load = Load.of_idle(hello.capacity)
-        self._heartbeat = HeartbeatThread(
-            router_address, hello.node_id, hello.epoch, keys, load=load, rank_silences_s=rank_silences_s
-        )
-        self._session = RouterSession(
-            hello, self._link.send, tokenizer, round_trip_s=lambda: self._heartbeat.round_trip_s
-        )
-        self._news = CacheNews(self._send_news)
-        self._num_welcomes = 0
-        self._router_address = router_address
-        self._node_id, self._keys = hello.node_id, keys
-        self._unwelcome_at, self._unwelcome_log_s = time.monotonic(), UNWELCOME_LOG_S
+        """`routers`: the setting `router`. `rank_silences_s`: as of `HeartbeatThread`."""
+        self._hello, self._keys = hello, keys
+        self._tokenizer, self._rank_silences_s = tokenizer, rank_silences_s
+        self._routers = routers
+        self._addresses = RouterAddresses(routers)
+        self._channels: list[RouterChannel] = []
+        self._aliases: dict[str, str] = {}  # further addresses of a router that has a channel: its epoch
+        self._refusals: dict[str, str] = {}  # by address of the router
+        self._has_joined = False
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
         self._reported_at = 0.0
@@ -153,13 +143,18 @@ class Membership:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
+        self._is_started = False
+        self._num_dropped = 0  # frames, of channels that are closed
+        for address in self._addresses.current:
+            self._open(address)
 
     def start(self) -> None:
-        """Say Hello and start the heartbeat."""
-        logger.info("looking for the router at %s", self._router_address)
-        notify("starting", f"looking for the router at {self._router_address}")
-        self._session.start()
-        self._heartbeat.start()
+        """Say Hello to all routers, and start the heartbeats."""
+        notify("starting", f"looking for the router at {self._routers}")
+        self._is_started = True
+        for channel in self._channels:
+            channel.start()
+        self._addresses.start()
 
     def install_signals(self) -> None:
         """Make SIGTERM and SIGINT drain the node; a second one ends it at once. Main thread only."""
@@ -167,67 +162,59 @@ class Membership:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
+    @property
+    def routers(self) -> list[str]:
+        """The epochs of the routers that have welcomed this node and are there."""
+        return [channel.router for channel in self._channels if channel.router is not None]
+
     def receive(self) -> list[RouterWork | RouterGone]:
-        """Return the router's work since the last call, in order. Raises Refused if the router refuses this node."""
-        self._complain_without_router()
+        """Return the routers' work since the last call, in order per router. Raises Refused if a router refuses this
+        node, and no other has welcomed it."""
         work: list[RouterWork | RouterGone] = []
-        todo = self._session.take(self._link.receive())
-        num_welcomes = sum(isinstance(item, Joined) for item in todo)
-        if num_welcomes:
-            notify("ready" if not self._num_welcomes else None, f"serves the router at {self._router_address}")
-        self._num_welcomes += num_welcomes
-        self._heartbeat.speak(self._session.protocol, self._num_welcomes)
-        for item in todo:
-            self._keep_news(item)
-            match item:
-                case Joined() if self._leaving_until is not None:
-                    self.send(Leaving(done=False))
-                case Joined():
-                    pass
-                case RouterChanged(router_epoch=epoch):
-                    work.append(RouterGone(f"the router is another one now ({epoch})"))
-                case RouterLost(silence_s=silence_s):
-                    notify(words=f"has lost the router at {self._router_address}, and looks for it")
-                    work.append(RouterGone(f"no message from the router for {silence_s:.1f} s"))
-                case RouterRefused(reason=reason):
-                    raise Refused(f"the router refused this node: {reason}")
-                case Inspect(query=query):
-                    self._report_ledger(query)
-                case Flush(query=query):
-                    self.member.cache.flush()
-                    self._report_ledger(query)
-                case TellPages():
-                    self._news.begin_anew()
-                case Drain():
-                    self._is_asked_to_leave = True
-                case _:
-                    work.append(item)
+        self._follow_addresses(work)
+        for channel in self._channels:
+            for item in channel.receive():
+                self._take(channel, item, work)
+            words = channel.unwelcome_words()
+            if words is not None:
+                logger.warning("%s", words)
+                if not self.routers:
+                    notify("starting", words)
         return work
 
-    def send(self, message: ToRouter) -> None:
-        """Send a message to the router; never wait. If the queue is full the message is lost, and the router asks again
-        (Resend). A message that the next router may not know is not sent while no router has welcomed the node."""
-        session = self._session
-        if message.since > session.protocol and not session.is_joined:
-            return
-        if not self._link.send(message, session.protocol) and session.is_joined:
-            logger.warning("the queue to the router is full: lost a %s", type(message).__name__)
+    def send(self, message: ToRouter, router: str) -> None:
+        """Send a message to the router of this epoch; never wait. It is dropped if that router is gone: its work is
+        freed."""
+        for channel in self._channels:
+            if channel.router == router:
+                channel.send(message)
+                return
+
+    def send_all(self, message: ToRouter) -> None:
+        """Send a message to every router; to one that has not welcomed this node, too."""
+        for channel in self._channels:
+            channel.send(message)
 
     def enter(self, phase: str, limit_s: float) -> None:
         """Record that the node begins a phase that should take `limit_s` at most."""
-        self._heartbeat.enter(phase, limit_s)
+        for channel in self._channels:
+            channel.heartbeat.enter(phase, limit_s)
 
     def report(self) -> None:
-        """Update the figures of the next heartbeats, at most once per REPORT_INTERVAL_S, and tell the router what the
+        """Update the figures of the next heartbeats, at most once per REPORT_INTERVAL_S, and tell the routers what the
         prefix cache holds. Called every step."""
         now = time.monotonic()
         if now - self._reported_at >= REPORT_INTERVAL_S:
             self._reported_at = now
             if self._has_manager:
                 notify("alive")
-            self._heartbeat.report(self.member.load(), self.member.stats())
-            self.member.handoff.allow_for(self._heartbeat.round_trip_s)
-        self._news.tell(now)
+            load, stats = self.member.load(), self.member.stats()
+            for channel in self._channels:
+                channel.heartbeat.report(load, stats)
+            trips_s = (channel.heartbeat.round_trip_s for channel in self._channels)
+            self.member.handoff.allow_for(max(trips_s, default=0.0))
+        for channel in self._channels:
+            channel.news.tell(now)
 
     def wait(self, also: Sequence[int] = ()) -> None:
         """Sleep until a message, a signal or the node's deadline, or until one of the descriptors `also` can be
@@ -235,10 +222,12 @@ class Membership:
         self.enter(IDLE, IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        for zmq_socket in (self._link.socket, *self.member.handoff.sockets(), *also):
+        for zmq_socket in (*(each.link.socket for each in self._channels), *self.member.handoff.sockets(), *also):
             poller.register(zmq_socket, zmq.POLLIN)
-        waits_s = IDLE_WAIT_S, self.member.handoff.wait_s(), self._news.wait_s(time.monotonic())
-        poller.poll(max(0, math.ceil(1000 * min(each for each in waits_s if each is not None))))
+        now = time.monotonic()
+        waits_s = [self.member.handoff.wait_s(), *(channel.news.wait_s(now) for channel in self._channels)]
+        wait_s = min((each for each in waits_s if each is not None), default=IDLE_WAIT_S)
+        poller.poll(max(0, math.ceil(1000 * min(IDLE_WAIT_S, wait_s))))
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(64)
 
@@ -259,21 +248,21 @@ class Membership:
             logger.info("leaving: taking nothing new, %s", "nothing held" if self.member.is_idle else "finishing")
             self._leaving_until = time.monotonic() + self._drain_timeout_s
             notify("stopping", f"finishes its requests, in {self._drain_timeout_s:g} s", limit_s=self._drain_timeout_s)
-            self.send(Leaving(done=False))
+            self.send_all(Leaving(done=False))
         if self._leaving_until is None:
             return False
         return self.member.is_idle or time.monotonic() > self._leaving_until
 
     @property
     def dropped_frames(self) -> int:
-        return self._link.dropped_frames
+        return self._num_dropped + sum(channel.link.dropped_frames for channel in self._channels)
 
     def close(self) -> None:
-        """Tell the router that the node leaves now, and close everything."""
-        self.send(Leaving(done=True))
-        self._heartbeat.close()
-        self._link.socket.linger = _LINGER_MS
-        self._link.close()
+        """Tell the routers that the node leaves now, and close everything."""
+        self._addresses.close()
+        self.send_all(Leaving(done=True))
+        for channel in self._channels:
+            channel.close(_LINGER_MS)
         signal.set_wakeup_fd(-1)
         self._wake_reader.close()
         self._wake_writer.close()
@@ -285,48 +274,74 @@ class Membership:
         self._is_asked_to_leave = True
         logger.info("received %s", signal.Signals(number).name)
 
-    def _complain_without_router(self) -> None:
-        now = time.monotonic()
-        if self._session.is_joined:
-            self._unwelcome_at, self._unwelcome_log_s = now, UNWELCOME_LOG_S
-        elif now - self._unwelcome_at >= self._unwelcome_log_s:
-            self._unwelcome_at = now
-            self._unwelcome_log_s = min(2 * self._unwelcome_log_s, MAX_UNWELCOME_LOG_S)
-            where, why = self._router_address, self._why_unwelcome()
-            logger.warning("no router has welcomed this node at %s: %s", where, why)
-            notify("starting", f"no router has welcomed this node at {where}: {why}")
+    # --- channels ---
 
-    def _why_unwelcome(self) -> str:
-        """Return why a router has not welcomed this node. A router of an earlier release does not always answer a key
-        that its allow-list lacks, so such a handshake looks like a slow one."""
-        is_listed = self._keys is not None and self._keys.allow_list is not None
-        return _why_unwelcome(self._link.outlook, self._key_advice(), is_listed=is_listed)
+    def _follow_addresses(self, work: list[RouterWork | RouterGone]) -> None:
+        """Open channels to new addresses. Close those of addresses that are no longer named, once no router is there,
+        and those to a router that has a channel by another address."""
+        named = self._addresses.current
+        epochs = [channel.session.router_epoch for channel in self._channels]
+        self._aliases = {address: epoch for address, epoch in self._aliases.items() if epoch in epochs}
+        for index, channel in enumerate(list(self._channels)):
+            epoch = epochs[index]
+            if epoch is not None and epoch in epochs[:index]:
+                logger.info("%s is another address of a router that this node has met", channel.address)
+                self._aliases[channel.address] = epoch
+            elif channel.address in named or channel.router is not None:
+                continue
+            else:
+                logger.info("no router is called %s any more", channel.address)
+            if channel.router is not None:
+                work.append(RouterGone(channel.router, "it has two addresses; one of them is left"))
+            self._num_dropped += channel.link.dropped_frames
+            self._channels.remove(channel)
+            channel.close()
+        present = {channel.address for channel in self._channels}
+        for address in named:
+            if address not in present and address not in self._aliases:
+                self._open(address)
 
-    def _key_advice(self) -> str:
-        """Return what to look at if the router refuses this node's key."""
-        if self._keys is None:
-            return "does the router there run with --keys? Then this node needs the same file"
-        if self._keys.allow_list is None:
-            return "does the router there have the same --keys?"
-        line = f"{self._node_id} {self._keys.public.decode()}"
-        return f"has the router the key that {self._keys.allow_list.path} says, and does its --allow-list say `{line}`?"
+    def _open(self, address: str) -> None:
+        load = Load.of_idle(self._hello.capacity)
+        channel = RouterChannel(address, self._hello, self._tokenizer, self._keys, load, self._rank_silences_s)
+        self._channels.append(channel)
+        if self._is_started:
+            channel.start()
 
-    def _keep_news(self, item: RouterWork | SessionEvent) -> None:
-        """Begin the news of the node's cached pages with a router, and end it."""
+    def _take(self, channel: RouterChannel, item: ChannelEvent, work: list[RouterWork | RouterGone]) -> None:
         match item:
-            case Joined(page_key=key) if key:
-                self._news.begin(self.member.cache, key)
-            case RouterChanged() | RouterLost():
-                self._news.end()
+            case Joined(page_key=key):
+                if key:
+                    channel.news.begin(self.member.cache, key)
+                notify(None if self._has_joined else "ready", f"serves the router at {channel.address}")
+                self._has_joined = True
+                self._refusals.pop(channel.address, None)
+                if self._leaving_until is not None:
+                    channel.send(Leaving(done=False))
+            case RouterGone():
+                notify(words=f"has lost the router at {channel.address}, and looks for it")
+                work.append(item)
+            case TurnedAway(reason=reason):
+                if not self.routers:
+                    raise Refused(f"the router refused this node: {reason}")
+                if self._refusals.get(channel.address) != reason:
+                    self._refusals[channel.address] = reason
+                    logger.error("the router at %s refused this node, which serves others: %s", channel.address, reason)
+            case Inspect(query=query):
+                self._report_ledger(channel, query)
+            case Flush(query=query):
+                self.member.cache.flush()
+                self._report_ledger(channel, query)
+            case TellPages():
+                channel.news.begin_anew()
+            case Drain():
+                self._is_asked_to_leave = True
             case _:
-                pass
+                work.append(item)
 
-    def _send_news(self, news: CachedPages) -> bool:
-        return self._link.send(news, self._session.protocol)
-
-    def _report_ledger(self, query: int) -> None:
+    def _report_ledger(self, channel: RouterChannel, query: int) -> None:
         member = self.member
-        self.send(
+        channel.send(
             LedgerReport(
                 query=query,
                 pool=member.cache.ledger(),
@@ -335,21 +350,6 @@ class Membership:
                 load=member.load(),
                 stats=member.stats(),
                 tail_pool=member.cache.tail_ledger(),
+                routers=dict.fromkeys(self.routers, 0) | member.num_units(),
             )
         )
-
-
-def _why_unwelcome(outlook: Outlook, key_advice: str, *, is_listed: bool) -> str:
-    """Return why a router has not welcomed a node, as far as the node can tell, and what to look at."""
-    match outlook:
-        case "unreachable":
-            return "nothing answers there. Does a router run, is --router right, and does the network let it through?"
-        case "refused":
-            return f"something answers there and ends the handshake; {key_advice}"
-        case "too slow":
-            return (
-                f"something answers there, but the handshake was not done within {HANDSHAKE_MS / 1000:g} s: is it a "
-                "router, and is the network very slow, or does it lose packets?" + (f" Or: {key_advice}" * is_listed)
-            )
-        case "connected":
-            return "the connection stands, but no answer to this node's Hello has come; the router's log may say why"

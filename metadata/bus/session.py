@@ -2,8 +2,9 @@
 
     apart  --any router message / Welcome-->  Hello said  --Welcome-->  joined
       ^                                           ^  |                    |
-      |   no router message for 5 s               |  '--Refusal: exit     |  another router epoch, or HelloAgain:
-      '--------------- RouterLost ----------------|-----------------------'  RouterChanged, Hello said again
+      |  no router message for 5 s, or no         |  '--Refusal           |  another router epoch, or HelloAgain:
+      |  connection for CUT_S: RouterLost         '-----------------------'  RouterChanged, Hello said again
+      '-------------------------------------------------------------------'
 
 After a Welcome both sides start with no work. When the router gets a Hello, it gives up all work that it had on this
 node. On RouterChanged and RouterLost the node frees all that it holds. It drops work from a router that has not
@@ -42,6 +43,7 @@ from .connections import time_limit_s
 logger = logging.getLogger(__name__)
 
 ROUTER_SILENCE_S = 5.0
+CUT_S = 0.7  # a router whose connection has ended is back before, or it is gone: it gives its nodes' work up at once
 HELLO_INTERVAL_S = 0.5  # when a Hello crosses several HelloAgain, it is not repeated for each
 PROVEN_S = 60.0  # what a router said of pairs is forgotten when no router has been there for so long
 WELCOME_TIMEOUT_S = 4.8  # Hello is repeated to a router that has not answered for this long; over its CROSSING_S
@@ -66,7 +68,8 @@ class RouterChanged:
 
 @dataclass(frozen=True, slots=True)
 class RouterLost:
-    """No router message came for `silence_s`: free everything of it. The session keeps trying."""
+    """No router message came for `silence_s`, or the connection has ended and does not come back: free everything of
+    this router. The session keeps trying."""
 
     silence_s: float
 
@@ -98,7 +101,10 @@ class RouterSession:
         tokenizer: Callable[[], TokenizerFile],
         clock: Callable[[], float] = time.monotonic,
         round_trip_s: Callable[[], float] = float,
+        cut_s: Callable[[], float] = float,
     ) -> None:
+        """`cut_s`: returns for how long the connection has been gone, as `Link.cut_s`."""
+        self._cut_s = cut_s
         self._round_trip_s = round_trip_s
         self._hello = hello
         self._send = send
@@ -137,8 +143,10 @@ class RouterSession:
         silence_s = now - self._heard_at
         if silence_s > PROVEN_S:
             self._remember(())
-        if self._router_epoch is not None and silence_s > self._limit_s:
-            logger.warning("no message from the router for %.1f s", silence_s)
+        is_cut = self._cut_s() > CUT_S
+        if self._router_epoch is not None and (silence_s > self._limit_s or is_cut):
+            more = ", and its connection is closed" if is_cut else ""
+            logger.warning("no message from the router for %.1f s%s", silence_s, more)
             self._router_epoch = None
             self._part()
             todo.append(RouterLost(silence_s))

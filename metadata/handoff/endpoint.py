@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ from .ranks.shards import ONE_SHARD
 from .schema import weights
 from .schema.kv_layout import Shard
 from .schema.schema import differences
+from .transports.base import is_near
 from .transports.ranks import RANKS, RanksTransport
 from .transports.registry import transport_named
 
@@ -47,6 +49,7 @@ class Endpoint:
     clock: Callable[[], float] = time.monotonic
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context[zmq.Socket[bytes]].instance)
     host: str = field(default_factory=host_identity)
+    shared_dir: Path | None = None  # of this user, in which nodes of other containers find its inbox
 
     @property
     def allow_list(self) -> AllowList | None:
@@ -90,7 +93,7 @@ class Endpoint:
             old = f"protocol {known(hello.protocol)} of the link, ranks need {RanksTransport.since}"
             reasons.append(f"ranks: {self.shard.size} here, {old}; the decode node or the router is older")
         elif not usable(transports, hello, self.host):
-            hosts = "same host" if hello.host == self.host else "another host"
+            hosts = "same host" if is_near(hello, self.host) else "no shared memory"
             here, there = ", ".join(name for name in transports if name != RANKS), ", ".join(hello.transports)
             reasons.append(f"transports: {here} here, {there} there ({hosts})")
         return reasons
@@ -98,7 +101,7 @@ class Endpoint:
 
 def usable(ours: Collection[str], hello: LinkHello, host: str) -> list[str]:
     """Return the transports of ours by which pages can travel from this host (`host_identity`) to the decode node that
-    said this hello, best first.
+    said this hello, whose inbox is left only if it is in reach, best first.
 
     A decode node that knows ranks need not list them: it cannot tell whether the prefill node has several."""
     implied = () if set(ours) - {RANKS} else (RANKS,)

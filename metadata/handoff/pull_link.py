@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -423,8 +424,8 @@ class PullLinks:
     ) -> None:
         self._end, self._answer_s, self._team, self._part = end, answer_s, team, part
         self._allow_list = end.allow_list
-        needs_inbox = end.device is not None and any(TRANSPORTS[name].needs_inbox for name in end.transports)
-        self._inbox = _inbox() if needs_inbox else None
+        needs_inbox = any(TRANSPORTS[name].needs_same_host or TRANSPORTS[name].needs_inbox for name in end.transports)
+        self._inbox = _inbox(end.shared_dir) if needs_inbox else None
         self._inbox_looks = Throttle(clock=end.clock)
         inbox = "" if self._inbox is None else self._inbox.address
         self.hello = end.hello(inbox) if source is None else end.rank_hello(inbox, source)
@@ -503,10 +504,10 @@ class PullLinks:
             self._inbox.discard()
 
 
-def _inbox() -> DescriptorInbox | None:
+def _inbox(directory: Path | None) -> DescriptorInbox | None:
     """Return an inbox for the descriptors of peers' pools; None if the system has no such sockets."""
     try:
-        return DescriptorInbox()
+        return DescriptorInbox(directory)
     except OSError as error:
-        logger.warning("no Unix socket for descriptors (%s): pages travel by way of the host", error.strerror)
+        logger.warning("no Unix socket for descriptors (%s): other containers cannot share memory", error.strerror)
         return None

@@ -27,6 +27,7 @@ from ..wire.messages import Pages, Pull, ToDecode, ToPrefill, to_prefill_decoder
 from ..wire.protocol import PROTOCOL_MIN, known
 from ..wire.request import MAX_TEXT
 from .data_socket import bind_data_socket
+from .descriptors import inbox_in_reach
 from .endpoint import Endpoint, usable
 from .page_port import PageGrant, PagePort
 from .pages import OfferedPages
@@ -134,6 +135,7 @@ class DecodePeers:
         return [holder for holder, peer in self.by_link.items() if self._allow_list.key_of(peer.node_id) is None]
 
     def _answer(self, hello: LinkHello) -> _Answer:
+        hello = msgspec.structs.replace(hello, inbox=inbox_in_reach(hello.inbox, self._end.shared_dir))
         transports = self._rank_transports if isinstance(hello, RankHello) else self._transports
         reasons = [*self._end.objections(hello, transports), *self._objections_to_rank(hello)]
         if reasons:

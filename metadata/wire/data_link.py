@@ -19,8 +19,9 @@ SealingKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class LinkHello(Message, frozen=True, tag="link_hello"):
-    """The decode node opens the link. `transports` are those that it can use, best first. Two nodes with equal `host`
-    can share memory. `inbox` is where the node receives file descriptors (descriptors.py); empty if it needs none."""
+    """The decode node opens the link. `transports` are those that it can use, best first. `inbox` names the place where
+    the node receives file descriptors (descriptors.py); empty if it needs none. Two nodes can share memory if the inbox
+    is in the prefill node's reach. Before protocol 8, and without an inbox, they can if their `host` is equal."""
 
     node_id: Name
     epoch: Digest
@@ -54,7 +55,8 @@ class RankHello(LinkHello, frozen=True, tag="rank_hello", kw_only=True):
 
 class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     """The link is open. If `transport` is `local`, the pools are /proc/PID/fd/FD of the prefill node, one fd per pool,
-    with sizes in bytes."""
+    with sizes in bytes. With a `token` their descriptors, or those of the generations, went to the decode node's
+    inbox."""
 
     node_id: Name
     epoch: Digest
@@ -65,6 +67,7 @@ class LinkWelcome(Message, frozen=True, tag="link_welcome"):
     fds: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
     sizes: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)] = ()
     num_tails: Annotated[Count, Since(8)] = 0  # tail pages in its pools, numbered behind the others
+    token: Annotated[bytes, Meta(max_length=16), Since(8)] = b""
 
 
 class CudaWelcome(LinkWelcome, frozen=True, tag="cuda_welcome", kw_only=True):

@@ -24,6 +24,7 @@ from .request import Count, Digest, Index, Name, Seconds, Text, Units
 
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
 MAX_NAMES = 1 << 14  # of pages, in one batch
+MAX_ROUTERS = 256  # that a node says it has joined
 MAX_PROVEN = 1024  # nodes of which a node remembers that they work together
 
 PageNameColumn = Annotated[bytes, Meta(max_length=NAME_BYTES * MAX_NAMES)]
@@ -105,6 +106,9 @@ class LedgerReport(Message, frozen=True, tag="ledger"):
     load: Load
     stats: NodeStats
     tail_pool: Annotated[PoolLedger | None, Since(8)] = None  # of tail pages; None: the model has none
+    # units of `requests` by the epoch of the router that they are of; the routers that the node has joined have 0 if
+    # they have none
+    routers: Annotated[dict[Digest, Count], Meta(max_length=MAX_ROUTERS), Since(8)] = {}
 
 
 class Leaving(Message, frozen=True, tag="leaving"):

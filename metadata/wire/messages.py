@@ -93,6 +93,7 @@ class Reserve(Dispatch, frozen=True, tag="reserve"):
     per choice, in order. Then claim the granted choices from `prefill`."""
 
     prefill: Peer
+    waited_s: Annotated[Seconds, Since(8)] = 0.0  # since the request came to the router
 
 
 class Compute(Dispatch, frozen=True, tag="compute"):
@@ -100,6 +101,8 @@ class Compute(Dispatch, frozen=True, tag="compute"):
     here, and generate. The node answers Reserved; no Admitted follows. The first Tokens say how much was cached."""
 
     since: ClassVar[int] = 6
+
+    waited_s: Annotated[Seconds, Since(8)] = 0.0  # as of Reserve
 
 
 class Prefill(Dispatch, frozen=True, tag="prefill"):

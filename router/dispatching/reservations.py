@@ -84,10 +84,10 @@ class Reservations:
         attempt.ask_at = now + ASK_S
         attempt.num_asks += 1
         rid, number, choices = request.rid, attempt.number, tuple(sorted(attempt.choices))
-        wire_request = request.wire_request(choices[0])
+        wire_request, waited_s = request.wire_request(choices[0]), max(0.0, now - request.created_at)
         if attempt.prefill is None:
-            return Compute(self._epoch, rid, number, choices, wire_request)
-        return Reserve(self._epoch, rid, number, choices, wire_request, attempt.prefill.peer_of(decode))
+            return Compute(self._epoch, rid, number, choices, wire_request, waited_s)
+        return Reserve(self._epoch, rid, number, choices, wire_request, attempt.prefill.peer_of(decode), waited_s)
 
 
 def _is_unread(attempt: Attempt) -> bool:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-from ...metadata.errors import BatonError
+from ...metadata.errors import BatonError, RequestError
 from ...metadata.handoff.schema.schema import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages, tail_pages
 from ...metadata.wire.protocol import PROTOCOL_MIN, fields_since
 from ...metadata.wire.request import (
@@ -275,6 +275,18 @@ class Sequence:
             self.gap_since = self.ahead_from = None
             self.num_resends = 0
         return delta if delta.token_ids or delta.finish_reason else None
+
+    def continue_after(self, token_ids: abc.Iterable[int]) -> None:
+        """Begin with output that the client has already: neither its tokens nor its text are given again. Raises
+        RequestError if a stop string ends it."""
+        for token_id in token_ids:
+            self._accept_one(token_id, ())
+            if self.finish_reason is not None:
+                raise RequestError(
+                    f"received_token_ids: the stop string {self._stops.found!r} ends them; nothing is left to generate",
+                    param="received_token_ids",
+                )
+        self.restart()
 
     def restart(self) -> None:
         """The attempt is over, but the output is not: the next attempt continues after the received tokens."""

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +96,9 @@ def times_of(
 
 def pool_of(gpu_bytes: int, weight_bytes: int, model: ModelConfig) -> Pool:
     """Return an estimate of what a node holds in bfloat16, without drafts."""
-    page_size, num_bytes = EngineConfig().page_size, int(MEMORY_SHARE * gpu_bytes - weight_bytes - WORKING_BYTES)
+    unit = 1 if model.compressed is None else model.compressed.page_unit
+    page_size = lcm(EngineConfig().page_size, unit)
+    num_bytes = int(MEMORY_SHARE * gpu_bytes - weight_bytes - WORKING_BYTES)
     schema = make_schema(model.with_tail().pool("bfloat16", page_size=page_size), None, page_size)
     kept, tail, window = page_bytes(schema), page_bytes(schema, of_tails=True), tail_window(schema)
     settings = {"num_new": _NUM_NEW, "chunk_len": CHUNK, "max_running": EngineConfig().max_running}

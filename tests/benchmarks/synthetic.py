@@ -291,6 +291,19 @@ ARCHITECTURES["deepseek-v4-flash"] = {
     },
 }
 
+ARCHITECTURES["deepseek-v4-pro"] = ARCHITECTURES["deepseek-v4-flash"] | {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "index_topk": 1024,
+    "n_routed_experts": 384,
+    "moe_intermediate_size": 3072,
+    "routed_scaling_factor": 2.5,
+}
+
 FP8_BLOCKS = {
     "quantization_config": {
         "quant_method": "fp8",

@@ -67,3 +67,18 @@ def test_the_pool_of_gpt_oss_holds_more_tokens_with_tail_pages(tmp_path: Path) -
     without = ((72 - 14 - 3) << 30) // (48 << 10)
     assert 1.5 < pool.tokens / without < 1.7
     assert pool.tail_sequences is not None and pool.tail_sequences > 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "size", "kept", "tail"),
+    [("Flash", 2, 159, 6_880, 340_992), ("Pro", 8, 857, 9_848, 496_640)],
+)
+def test_the_pool_of_deepseek_v4_is_that_of_a_rank(
+    name: str, num_gpus: int, size: int, kept: int, tail: int, tmp_path: Path
+) -> None:
+    """Each rank has all entries and tail pages, so the ranks divide the weights alone. `size`: of all weights, GB."""
+    config = read_model_config(write_config(tmp_path, PUBLISHED[f"DeepSeek-V4-{name}"]))
+    pool = pool_of(141 * 10**9, size * 10**9 // num_gpus, config)
+    assert pool.tail_sequences is not None and pool.tail_sequences > 64 and pool.tokens % 128 == 0
+    used = pool.tokens * kept + pool.tail_sequences * 3 * 128 * tail
+    assert used == pytest.approx(0.9 * 141e9 - size * 1e9 / num_gpus - (3 << 30), rel=0.02)

@@ -96,7 +96,7 @@ class Play:
         if scenario.phase in ("decoding", "moving", "draining"):
             chosen = list({*chosen, "greedy", "sampled"})
         for name in chosen:
-            self.streams.append(Stream(self.rig.http_port, self.answers[name]))
+            self.streams.append(Stream(self.rig.connection, self.answers[name]))
             if scenario.kind != "flood" and rng.random() < 0.3:
                 time.sleep(rng.uniform(0, 0.1))
 

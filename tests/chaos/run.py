@@ -123,7 +123,7 @@ def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, 
 def check_clean(rig: Rig, answers) -> None:
     """Assert that every answer is as expected if there is no fault."""
     for known in answers.values():
-        stream = Stream(rig.http_port, known)
+        stream = Stream(rig.connection, known)
         stream.thread.join(200)
         assert stream.outcome == "done" and not stream.problems, (known.name, stream.error, stream.problems)
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,9 @@ class Known:
 
 @dataclass
 class Stream:
-    """One request. `outcome` and `problems` are valid once `thread` has ended."""
+    """One request. `outcome` and `problems` are valid once `thread` has ended. `connect`: as `Cluster.connection`."""
 
-    port: int
+    connect: Callable[[float], http.client.HTTPConnection]
     known: Known
     rid: str = ""
     ids: list[list[int]] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Stream:
 
     def _run(self) -> None:
         started = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_S)
+        connection = self.connect(HANG_S)
         try:
             body = json.dumps(self.known.body | {"stream": True, "stream_options": {"include_usage": True}})
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})

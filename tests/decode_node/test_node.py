@@ -135,10 +135,10 @@ def failures(pair: NodePair, monkeypatch: pytest.MonkeyPatch) -> list[Failed]:
     """Return a list that grows by each Failed message that the decode node sends."""
     sent, send = list[Failed](), pair.decode.membership.send
 
-    def noting(message: Any) -> Any:
+    def noting(message: Any, router: str) -> Any:
         if isinstance(message, Failed):
             sent.append(message)
-        return send(message)
+        return send(message, router)
 
     monkeypatch.setattr(pair.decode.membership, "send", noting)
     return sent

@@ -320,9 +320,9 @@ def test_a_lost_offer_comes_again_when_the_router_asks(
         is_lost = is_lost_again if lost else (offer.row is not None) is has_row
         lost.append(offer) if is_lost else take_offer(link, offer)
 
-    def hear(unit: Unit, first: int) -> None:
-        resend(unit, first)
-        heard.append(first)
+    def hear(message: Resend) -> None:
+        resend(message)
+        heard.append(message.first)
 
     def ask(first: int) -> None:
         """Send a Resend, and step until the decode node has processed it."""

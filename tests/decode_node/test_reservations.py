@@ -28,18 +28,26 @@ class Desk:
             self.scheduler,
             self.outbox,
             lambda: Load(free_pages=engine.cache.available, running=0, waiting=0),
-            self.sent.append,
+            lambda message, router: self.sent.append((router, message)),
             self._fail,
             vocab_size=engine.model_config.vocab_size,
             context_len=engine.context_len,
         )
 
-    def ask(self, rid: str, num_tokens: int, choices: tuple[int, ...] = (0,), token: int = 1) -> tuple[int, ...]:
+    def ask(
+        self,
+        rid: str,
+        num_tokens: int,
+        choices: tuple[int, ...] = (0,),
+        token: int = 1,
+        router: str = "router",
+        waited_s: float = 0.0,
+    ) -> tuple[int, ...]:
         """Return the choices that were granted."""
         generation = GenerationRequest(pack_ids([token] * num_tokens), SamplingParams(max_tokens=4))
-        granted = self.reservations.grant(Compute("router", rid, 0, choices, generation))
-        answer = self.sent.pop()
-        assert isinstance(answer, Reserved) and (answer.rid, answer.attempt) == (rid, 0)
+        granted = self.reservations.grant(Compute(router, rid, 0, choices, generation, waited_s))
+        to, answer = self.sent.pop()
+        assert to == router and isinstance(answer, Reserved) and (answer.rid, answer.attempt) == (rid, 0)
         assert {each.unit.choice for each in granted} in (set(), set(answer.granted))
         return answer.granted
 
@@ -47,8 +55,8 @@ class Desk:
         for sequence in self.scheduler.find(rid, 0, None):
             self.scheduler.finish(sequence)
 
-    def _fail(self, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None:
-        assert message and not is_retryable
+    def _fail(self, router: str, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None:
+        assert message and not is_retryable and router == "router"
         self.failed.append((unit, code))
 
 
@@ -87,7 +95,7 @@ def test_capacity_is_announced_once_after_a_refusal(desk: Desk) -> None:
     desk.finish("a")
     desk.reservations.announce_capacity()
     desk.reservations.announce_capacity()
-    assert [type(message) for message in desk.sent] == [CapacityFreed]
+    assert [(to, type(message)) for to, message in desk.sent] == [("router", CapacityFreed)]
 
 
 def test_capacity_is_not_announced_without_a_refusal(desk: Desk) -> None:
@@ -95,3 +103,25 @@ def test_capacity_is_not_announced_without_a_refusal(desk: Desk) -> None:
     desk.finish("a")
     desk.reservations.announce_capacity()
     assert desk.sent == []
+
+
+def test_the_router_with_the_oldest_request_gets_the_room_that_becomes_free(desk: Desk) -> None:
+    assert desk.ask("a", 40) == (0,)
+    assert desk.ask("bb", 40, router="young", waited_s=1.0) == desk.ask("ccc", 40, router="old", waited_s=5.0) == ()
+    desk.finish("a")
+    desk.reservations.announce_capacity()
+    desk.reservations.announce_capacity()
+    assert [(to, type(message)) for to, message in desk.sent] == [("old", CapacityFreed)]
+    desk.sent.clear()
+    assert desk.ask("bb", 4, router="young", waited_s=1.1) == (), "it is not its turn, although it would fit"
+    assert desk.ask("ccc", 40, router="old", waited_s=5.1) == (0,)
+    desk.finish("ccc")
+    desk.reservations.announce_capacity()
+    assert [to for to, _ in desk.sent] == ["young"]
+
+
+def test_a_router_that_is_gone_keeps_no_turn(desk: Desk) -> None:
+    assert desk.ask("a", 40) == (0,)
+    assert desk.ask("bb", 40, router="old", waited_s=5.0) == desk.ask("ccc", 4, router="young") == ()
+    desk.reservations.forget("old")
+    assert desk.ask("ccc", 4, router="young") == (0,)

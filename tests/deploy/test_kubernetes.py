@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 from baton.deploy.cli import main
+from baton.metadata.bus.addresses import PAGE_PORTS
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy/kubernetes"
@@ -109,6 +110,7 @@ def test_every_document_is_valid(name: str) -> None:
     documents = rendered(name)
     names = [(each["kind"], each["metadata"]["name"]) for each in documents]
     assert len(set(names)) == len(names)
+    assert {each["metadata"].get("namespace") for each in documents if each["kind"] != "Namespace"} == {"baton"}
     for each in documents:
         if each["kind"] in CUSTOM:
             assert each["apiVersion"] == CUSTOM[each["kind"]]["apiVersion"]
@@ -172,7 +174,8 @@ def test_addresses_are_those_of_services_ports_and_probes(name: str, tmp_path: P
             case role:
                 (port,) = services["baton-nodes"]["ports"]
                 assert read["router"] == f"tcp://baton-nodes:{port['port']}"
-                assert ports == ({"pages": _port(read["bind_host"])} if role == "prefill" else {})
+                first = _port(read["bind_host"]) if role == "prefill" else 0
+                assert ports == ({"tickets": first, "pages": first + PAGE_PORTS} if role == "prefill" else {})
 
 
 def _port(address: str) -> int:
@@ -185,7 +188,8 @@ def test_policies_let_pages_of_eight_ranks_through(tmp_path: Path) -> None:
     for pod, container in containers("gpu"):
         if container["args"][0] == "prefill":
             first = _port(settings("gpu", pod, container, tmp_path)["bind_host"])
-            assert rule["ports"] == [{"port": first, "endPort": first + 7}]
+            starts = (first, first + PAGE_PORTS)
+            assert rule["ports"] == [{"port": start, "endPort": start + 7} for start in starts]
 
 
 def test_the_address_of_ipv6_that_a_comment_names_is_read(tmp_path: Path) -> None:

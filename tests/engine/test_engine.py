@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,10 @@ def test_the_demo_model_is_the_default() -> None:
 
 
 def test_a_node_is_named_after_role_host_and_process() -> None:
-    role, *host, pid = default_node_id("decode").split("-")
-    assert role == "decode" and os.uname().nodename.startswith("-".join(host)) and pid == str(os.getpid())
+    """In a container, as tests/hosts/test_start.py has it, random digits stand for the process."""
+    role, *host, number = default_node_id("decode").split("-")
+    assert role == "decode" and os.uname().nodename.startswith("-".join(host))
+    assert number == str(os.getpid()) or re.fullmatch("[0-9a-f]{8}", number)
 
 
 def test_a_node_says_which_weights_it_has(engine: Engine, make_engine: MakeEngine, checkpoint: Any) -> None:

@@ -18,6 +18,7 @@ from streams import Known, Stream
 
 from baton.deploy.cli import _settings, main
 from baton.deploy.config_file import read_tables
+from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 
@@ -96,6 +97,28 @@ def test_processes_of_two_releases_share_the_work(
         assert name == "router" or "rid=cmpl-" in process.log, "it has served no request"
     alone = new_cluster().start(node_flags=["--transport", transport])
     assert _texts(alone, PROMPTS) == first
+
+
+@pytest.mark.whole
+def test_pages_to_and_from_an_older_node_go_under_curve(new_cluster: NewCluster, release: Path, tmp_path: Path) -> None:
+    """Nodes of one key. The newer ones offer encryption beside CURVE, which the older ones do not know."""
+    cluster, keys = new_cluster(), tmp_path / "cluster.key"
+    cluster.releases = dict.fromkeys(("prefill-1", "decode-1"), release)
+    cluster.ready_s = 150.0
+    KeyPair.create(keys)
+    cluster.start_router("--keys", str(keys))
+    for role in ("prefill", "decode"):
+        cluster.start_node(role, f"{role}-0", "--keys", str(keys), "--plain-pages")
+        cluster.start_node(role, f"{role}-1", "--keys", str(keys), "--transport", "zmq")
+    cluster.wait_ready(4)
+    wait_until(lambda: _pairs(cluster) == ["ready"] * 4, lambda: cluster.tails(), 60)
+    first = _texts(cluster, PROMPTS)
+    assert _texts(cluster, PROMPTS[::-1])[::-1] == first
+    newer, older = (cluster.processes[name].log for name in ("decode-0", "decode-1"))
+    assert "prefill node prefill-0, pages travel by local" in newer
+    assert "prefill node prefill-1, pages travel by zmq" in newer
+    assert older.count("pages travel by zmq") == 2
+    assert "--plain-pages: whoever sees the network" in newer
 
 
 def test_streams_survive_an_upgrade_and_a_router_that_goes_back(new_cluster: NewCluster, release: Path) -> None:
@@ -256,7 +279,7 @@ class Load:
                 assert met_change, (stream.known.name, stream.rid, stream.num_tokens, stream.outcome, stream.error)
                 early[stream.known.name] = stream.known
         assert sum(stream.is_done for _, stream in self._streams) > len(self._answers)
-        for again in [Stream(self._cluster.http_port, known) for known in early.values()]:
+        for again in [Stream(self._cluster.connection, known) for known in early.values()]:
             again.thread.join()
             assert again.is_done and not again.problems, (again.known.name, again.error, again.problems)
 
@@ -264,7 +287,7 @@ class Load:
         while not self._stopped.wait(INTERVAL_S):
             if len(self._running()) < MOST_STREAMS:
                 known = self._answers[len(self._streams) % len(self._answers)]
-                self._streams.append((time.monotonic(), Stream(self._cluster.http_port, known)))
+                self._streams.append((time.monotonic(), Stream(self._cluster.connection, known)))
 
     def _running(self) -> list[Stream]:
         return [stream for _, stream in self._streams if stream.thread.is_alive()]

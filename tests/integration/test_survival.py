@@ -152,10 +152,10 @@ def test_a_node_that_comes_back_is_another_one(start: Start) -> None:
     served.run(lambda: num_generated(served) >= 5)
     for name in ("decode-0", "prefill-0"):
         old = served.nodes[name].membership
-        epoch = old._session._hello.epoch
+        epoch = old._channels[0].session._hello.epoch
         served.kill(name)
         served.start(name.partition("-")[0], name)
-        assert served.nodes[name].membership._session._hello.epoch != epoch
+        assert served.nodes[name].membership._channels[0].session._hello.epoch != epoch
     served.finish(stream)
     assert_equal([stream], clean[:1])
     served.check_books()

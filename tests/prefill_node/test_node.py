@@ -84,12 +84,12 @@ def watch_sent(pair: NodePair, events: list[tuple[str, list[str]]]) -> None:
     """Record first tokens and ends of requests, too."""
     send = pair.prefill.membership.send
 
-    def sent(message: Any) -> None:
+    def sent(message: Any, router: str) -> None:
         if isinstance(message, Tokens):
             events.append(("tokens", [unit.rid for unit in message.units]))
         elif isinstance(message, PrefillDone):
             events.append(("done", [message.rid]))
-        send(message)
+        send(message, router)
 
     pair.prefill.membership.send = sent  # type: ignore[method-assign]
 
@@ -328,10 +328,10 @@ def test_a_chunk_that_does_not_fit_ends_its_requests_alone(
     failures: list[Unit] = []
     send = pair.prefill.membership.send
 
-    def sent(message: Any) -> None:
+    def sent(message: Any, router: str) -> None:
         if isinstance(message, Failed):
             failures.append(message.unit)
-        send(message)
+        send(message, router)
 
     pair.prefill.membership.send = sent  # type: ignore[method-assign]
     bad = prompt(2 * CHUNK + 3, seed=9)

@@ -37,6 +37,7 @@ from ..ranks.shards import PagePart
 from ..schema.kv_layout import KvLayout
 
 POLL_BYTES = 64 << 20  # most bytes of pages that a node copies before other work gets its turn
+INBOX_SINCE = 8  # the protocol in which descriptors of host memory go to the inbox
 PULL_BYTES = 4 << 20  # most bytes of pages that one Pull may ask for; it may always ask for one page
 
 
@@ -116,11 +117,22 @@ class PullEnd:
     peer: PeerHost | None = None
 
 
+def is_near(hello: LinkHello, host: str) -> bool:
+    """Return whether a prefill node on `host` and the decode node that said this hello can share memory: by the inbox
+    of the hello, which is in reach, or because one may open the other's /proc/PID/fd."""
+    return hello.host == host or shares_by_inbox(hello)
+
+
+def shares_by_inbox(hello: LinkHello) -> bool:
+    """Return whether the decode node that said this hello takes host memory from its inbox, which is in reach."""
+    return bool(hello.inbox) and known(hello.protocol) >= INBOX_SINCE
+
+
 class Transport(ABC):
     """Moves the pages of one peer into `memory` (target pool, then draft), or a `part` of each page."""
 
     name: ClassVar[str]
-    needs_same_host: ClassVar[bool] = False  # it reads the peer's memory
+    needs_same_host: ClassVar[bool] = False  # it reads the peer's memory (`is_near`)
     needs_device: ClassVar[bool] = False  # the pools of both nodes must lie on GPUs
     needs_inbox: ClassVar[bool] = False  # the decode node must have an inbox for file descriptors
     needs_page_port: ClassVar[bool] = False  # pages come from the prefill node's page port, so both need keys
@@ -143,9 +155,9 @@ class Transport(ABC):
     @classmethod
     def can_reach(cls, hello: LinkHello, host: str) -> bool:
         """Return whether this transport works between a prefill node on `host` (host_identity) and the decode node that
-        said this hello."""
+        said this hello, whose inbox is left only if it is in reach."""
         return (
-            (not cls.needs_same_host or hello.host == host)
+            (not cls.needs_same_host or is_near(hello, host))
             and (not cls.needs_inbox or bool(hello.inbox))
             and known(hello.protocol) >= cls.since
         )

@@ -29,9 +29,10 @@ from ...wire.node_info import DevicePools
 from ...wire.request import Unit
 from ..descriptors import new_token, send_descriptors
 from ..memory import PageMemory, PeerMemory
+from ..memory_places import memory_places, send_memory
 from ..pages import DevicePool, Gather, MappedPools, OfferedPages
 from ..ranks.shards import PagePart
-from .base import Landed, Move, PullEnd, Transport
+from .base import Landed, Move, PullEnd, Transport, shares_by_inbox
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class CudaTransport(Transport):
         send_descriptors(hello.inbox, token, [pool.descriptor for pool in shared])
         where = pages.counted or pages.memory[0].where
         named = msgspec.structs.replace(welcome, pid=where.pid, fds=(where.fd,), sizes=(where.size,))
+        if shares_by_inbox(hello):
+            named = msgspec.structs.replace(named, token=send_memory(hello.inbox, [where]))
         return CudaWelcome(**msgspec.structs.asdict(named), pools=pools)
 
     @classmethod
@@ -111,7 +114,7 @@ class CudaTransport(Transport):
                 )
             layout = memory[0].layout if end.part is None else end.part.pools[0].layout
             num_pages, num_tails = welcome.num_pages, welcome.num_tails
-            where = welcome.pid, welcome.fds[0], welcome.sizes[0]
+            (where,) = sent.enter_context(memory_places(inbox, welcome))
             peer = PeerMemory(*where, layout, num_pages, num_counted=num_pages + num_tails)
             undo.callback(peer.close)
             sizes = welcome.pools.sizes

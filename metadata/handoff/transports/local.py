@@ -15,9 +15,10 @@ import msgspec
 from ...errors import TransferError
 from ...wire.data_link import LinkHello, LinkWelcome, RankWelcome
 from ..memory import PageMemory, PeerMemory, whole_part
+from ..memory_places import MemoryPlace, memory_places, send_memory
 from ..pages import OfferedPages
 from ..ranks.shards import PagePart
-from .base import Landed, PullEnd, Transport
+from .base import Landed, PullEnd, Transport, shares_by_inbox
 
 
 class LocalTransport(Transport):
@@ -42,9 +43,14 @@ class LocalTransport(Transport):
         return all(pool.is_shared for pool in pages.memory)
 
     @classmethod
-    def welcome(cls, welcome: LinkWelcome, pages: OfferedPages, hello: LinkHello) -> LinkWelcome:  # noqa: ARG003
-        """Return the welcome with the file descriptors of all pools, and where rank 0 counts the generations."""
+    def welcome(cls, welcome: LinkWelcome, pages: OfferedPages, hello: LinkHello) -> LinkWelcome:
+        """Return the welcome with the file descriptors of all pools, and where rank 0 counts the generations. They are
+        sent to the decode node's inbox if it takes them. Raises TransferError if that fails."""
         published = publish_memory(welcome, pages.memory)
+        counted = () if pages.counted is None else (pages.counted,)
+        if shares_by_inbox(hello):
+            places = [pool.where for pool in pages.memory]
+            published = msgspec.structs.replace(published, token=send_memory(hello.inbox, [*places, *counted]))
         if pages.counted is None:
             return published
         return RankWelcome(**msgspec.structs.asdict(published), generations=pages.counted)
@@ -57,6 +63,12 @@ class LocalTransport(Transport):
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> LocalTransport:
         """Map the pools that the welcome names. Raises TransferError, with nothing left mapped, if that fails."""
+        with memory_places(end.inbox, welcome) as places:
+            return cls._map(end, welcome, places)
+
+    @classmethod
+    def _map(cls, end: PullEnd, welcome: LinkWelcome, places: Sequence[MemoryPlace]) -> LocalTransport:
+        """Map the pools, which are in these places; behind them is that of rank 0, if it is another rank."""
         memory, part = end.memory, end.part or whole_part(end.memory)
         if not len(memory) == len(welcome.fds) == len(welcome.sizes):
             raise TransferError(
@@ -66,22 +78,17 @@ class LocalTransport(Transport):
         with contextlib.ExitStack() as undo:
             peers: list[PeerMemory] = []
             num_counted = welcome.num_pages + welcome.num_tails
-            for own, pool, fd, size in zip(memory, part.pools, welcome.fds, welcome.sizes, strict=True):
+            for own, pool, (pid, fd, size) in zip(memory, part.pools, places, strict=False):
                 num_pages, first = welcome.num_pages, 0
                 if own.first:  # tail pages
                     num_pages, first = welcome.num_tails, welcome.num_pages
-                peer = PeerMemory(welcome.pid, fd, size, pool.layout, num_pages, first, num_counted=num_counted)
+                peer = PeerMemory(pid, fd, size, pool.layout, num_pages, first, num_counted=num_counted)
                 undo.callback(peer.close)
                 peers.append(peer)
             counted = None
             if isinstance(welcome, RankWelcome):
-                where = welcome.generations
-                counted = PeerMemory(
-                    *(where.pid, where.fd, where.size),
-                    part.pools[0].layout,
-                    welcome.num_pages,
-                    num_counted=num_counted,
-                )
+                layout = part.pools[0].layout
+                counted = PeerMemory(*places[-1], layout, welcome.num_pages, num_counted=num_counted)
             undo.pop_all()
         return cls(memory, peers, part, counted)
 

@@ -6,13 +6,14 @@ A body that is well-formed but cannot be served is refused here. Every refusal n
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ....metadata.errors import RequestError
 from ....metadata.wire.request import FROM_CHECKPOINT, MAX_CONTEXT, SamplingParams
 from ...nodes.node import NodeGroup
 from ...requests.request import TextOptions
+from .idempotency import SEED_BITS
 from .types import ChatRequest, CommonRequest, CompletionRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -27,6 +28,10 @@ def check_completion(body: CompletionRequest) -> None:
         )
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens: 0 needs echo to be true, which returns the prompt", param="max_tokens")
+    if body.received_token_ids and (body.echo or (body.n or 1) > 1):
+        raise RequestError(
+            "received_token_ids: continues one output, so n must be 1 and echo false", param="received_token_ids"
+        )
 
 
 def check_chat(body: ChatRequest) -> None:
@@ -86,6 +91,20 @@ def sampling_params(
     )
 
 
+def check_received(received: Sequence[int], params: SamplingParams, group: NodeGroup) -> None:
+    """Raise RequestError for output tokens of an earlier answer that no output with these parameters goes on after."""
+    if not received:
+        return
+    _check_ids("received_token_ids", received, group.card.vocab_size)
+    reason = ""
+    if len(received) >= params.max_tokens:
+        reason = f"it has {len(received)} tokens, and max_tokens is {params.max_tokens}"
+    elif received[-1] in params.stop_ids and len(received) > params.min_tokens:
+        reason = f"its last token, {received[-1]}, ends the output"
+    if reason:
+        raise RequestError(f"received_token_ids: {reason}; nothing is left to generate", param="received_token_ids")
+
+
 def asked_tokens(body: CommonRequest, context_len: int) -> int:
     """Return the largest number of output tokens that the body asks for, before its prompts are known."""
     if isinstance(body, ChatRequest):
@@ -104,9 +123,11 @@ def timeout_s(body: CommonRequest, longest_s: float) -> float:
     return body.timeout_s
 
 
-def request_seed(body: CommonRequest) -> int:
-    """Return the request's seed (0..2**62 - 1), a random one if it has none."""
-    return secrets.randbits(62) if body.seed is None else body.seed % 2**62
+def request_seed(body: CommonRequest, keyed_seed: int | None = None) -> int:
+    """Return the request's seed (0..2**62 - 1). If it has none, that of its idempotency key, else a random one."""
+    if body.seed is not None:
+        return body.seed % 2**SEED_BITS
+    return secrets.randbits(SEED_BITS) if keyed_seed is None else keyed_seed
 
 
 def text_options(body: CommonRequest, markers: Iterable[str] = ()) -> TextOptions:

@@ -35,8 +35,9 @@ from ..server.access import CALLER, Caller, session_id
 from ..server.api import ARRIVED, Api, json_response, request_id
 from .answers import AnswerFormat, StreamedAnswer, WholeAnswer
 from .grammars import asked_grammar, chat_grammar
+from .idempotency import KEYED_SEED, SEED_HEADER
 from .output import OutputReading
-from .parameters import asked_tokens, check_chat, request_seed, sampling_params, text_options, timeout_s
+from .parameters import asked_tokens, check_chat, check_received, request_seed, sampling_params, text_options, timeout_s
 from .tools import tool_use
 from .types import CancelledRequest, ChatRequest, CommonRequest
 
@@ -91,13 +92,15 @@ async def serve(
     wants_prompt_logprobs: bool = False,
     markers: frozenset[str] = frozenset(),
     grammar: str | None,
+    received: abc.Sequence[int] = (),
 ) -> web.StreamResponse:
     """Return the answer for prompts, given as (request id, token ids). Raises an error that precedes all output.
 
     `markers`: special tokens that the answer's format reads. `grammar` binds all outputs.
+    `received`: tokens of the only output that the client has already.
     """
     timeout = timeout_s(body, api.config.request_timeout_s)
-    seed, options = request_seed(body), text_options(body, markers)
+    seed, options = request_seed(body, http_request.get(KEYED_SEED)), text_options(body, markers)
     caller = http_request[CALLER]
     cache_salt = api.salts.salt(caller, body.cache_salt)
     session = session_id(http_request.headers, body.prompt_cache_key)
@@ -132,6 +135,9 @@ async def serve(
         )
         for rid, ids in prompts
     ]
+    if received:
+        check_received(received, requests[0].params, group)
+        requests[0].sequences[0].continue_after(received)
     num_tokens = sum(len(ids) for _, ids in prompts)
     max_tokens = max(request.params.max_tokens for request in requests)
     asked = Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout, caller.tenant)
@@ -155,7 +161,10 @@ async def _answered(
         end = partial(_abort, api, requests)
         with api.in_flight.listed({response_id, called}, http_request[CALLER], end), wait_limited(api, requests):
             answer.start(requests, api.dispatcher.submit)
-            return await answer.answer(requests, {"x-request-id": called})
+            headers = {"x-request-id": called}
+            if KEYED_SEED in http_request:
+                headers[SEED_HEADER] = str(requests[0].params.seed)
+            return await answer.answer(requests, headers)
     except BatonError:
         reason = "a part of the same request failed"
         raise

@@ -125,6 +125,14 @@ PromptOrOutput = Annotated[
     Annotated[int, Meta(ge=0, le=2**62)] | None,
     Meta(description="0 needs `echo`: the answer is then the prompt alone, scored if `logprobs` is set."),
 ]
+Received = Annotated[
+    Annotated[list[TokenId], Meta(max_length=MAX_CONTEXT)] | None,
+    Meta(
+        description="Output tokens of an earlier answer to this request, as `return_token_ids` gave them. The answer "
+        "continues after them; `max_tokens` and the usage count them. With the seed of the earlier answer, its header "
+        "x-baton-seed, the text is what that one would have been. One prompt and one output only."
+    ),
+]
 SessionKey = Annotated[
     str | None, Meta(description="Requests of one key prefer the same nodes, unless a header names their session.")
 ]
@@ -259,6 +267,7 @@ class CompletionRequest(CommonRequest, frozen=True, forbid_unknown_fields=True, 
     best_of: BestOf = None
     echo: bool | None = None
     logprobs: Logprobs = None
+    received_token_ids: Received = None  # Baton's extension
 
 
 class MessagePart(Struct, frozen=True):

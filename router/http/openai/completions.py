@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from ....metadata.errors import RequestError
 from ...text.tokenizer import TextTokenizer
 from ..generation.answers import AnswerFormat
 from ..generation.grammars import asked_grammar, grammar_of
@@ -24,6 +25,11 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
     asked = asked_grammar(body)
     group, tokenizer = await api.group_of(http_request, body.model)
     prompts = prompts_of(body)
+    if body.received_token_ids and len(prompts) > 1:
+        raise RequestError(
+            f"received_token_ids: continues one output, but there are {len(prompts)} prompts",
+            param="received_token_ids",
+        )
     with admitted(api, http_request, body, group, len(prompts)):
         encoded = await api.side_work.encoded_prompts(
             prompts,
@@ -60,6 +66,7 @@ async def completions(api: Api, http_request: web.Request) -> web.StreamResponse
             [(rid, prompt.ids) for rid, prompt in zip(rids, encoded, strict=True)],
             wants_prompt_logprobs=bool(body.echo) and body.logprobs is not None,
             grammar=None if asked is None else await grammar_of(api.grammars, asked, group),
+            received=body.received_token_ids or (),
         )
 
 

@@ -82,6 +82,7 @@ async def _ledgers(api: Api, *, flush: bool) -> LedgersAnswer:
     reports = await api.dispatcher.ledgers(flush=flush)
     dispatcher = api.dispatcher
     own = RouterLedger(
+        epoch=dispatcher.epoch,
         requests=[rid for rid, request in dispatcher.requests.items() if not request.is_canary],
         canaries=sum(request.is_canary for request in dispatcher.requests.values()),
         waiting=dispatcher.queues.num_waiting,
@@ -94,6 +95,7 @@ def _node_ledger(report: LedgerReport) -> NodeLedger:
     return NodeLedger(
         pool=report.pool,
         tail_pool=report.tail_pool,
+        routers=report.routers,
         requests=[str(unit) for unit in report.requests],
         tickets=[str(unit) for unit in report.tickets],
         load=report.load,

@@ -90,8 +90,9 @@ class NodesAnswer(Struct, frozen=True, kw_only=True):
 
 
 class RouterLedger(Struct, frozen=True, kw_only=True):
-    """Work that the router itself holds. `requests` are ids."""
+    """Work that the router itself holds. `requests` are ids. `epoch` is new at each start of the router."""
 
+    epoch: str
     requests: list[str]
     canaries: int
     waiting: int
@@ -99,7 +100,8 @@ class RouterLedger(Struct, frozen=True, kw_only=True):
 
 
 class NodeLedger(Struct, frozen=True, kw_only=True):
-    """Ledger of one node. `requests` and `tickets` name units of work as `id/choice/attempt`."""
+    """Ledger of one node. `requests` and `tickets` name units of work as `id/choice/attempt`, whichever router gave
+    them. `routers`: by the epochs of the routers that the node has joined, how many of `requests` are theirs."""
 
     pool: PoolLedger
     requests: list[str]
@@ -107,6 +109,7 @@ class NodeLedger(Struct, frozen=True, kw_only=True):
     load: Load
     stats: NodeStats
     tail_pool: PoolLedger | None = None  # tail pages, of layers with a window; null: the model has none
+    routers: dict[str, int] = {}  # empty if the node is of an older release
 
 
 class LedgersAnswer(Struct, frozen=True):

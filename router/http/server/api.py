@@ -40,6 +40,8 @@ from ..bodies.bodies import (
 from ..bodies.fields import check_served
 from ..bodies.side_work import SideWork
 from ..generation.grammars import GrammarChecks
+from ..generation.idempotency import HEADER as KEY_HEADER
+from ..generation.idempotency import KEYED_SEED, keyed_seed
 from ..page.feed import Feed
 from ..page.snapshots import Snapshots
 from .access import CALLER, Access, CacheSalts, Caller
@@ -85,6 +87,9 @@ class Api:
             raise Unavailable("the router is shutting down")
         data = (await self._bodies.read(http_request)).removeprefix(codecs.BOM_UTF8)  # tools of Windows write it
         http_request[ARRIVED] = time.monotonic()
+        seed = keyed_seed(http_request.headers.get(KEY_HEADER), http_request[CALLER].tenant.name, data)
+        if seed is not None:
+            http_request[KEYED_SEED] = seed
         most = most_plain(kind)
         BODY_SIZE.set(quick_size(data, most) or await self.side_work.exact_size(data, most))
         if takes_ids(kind) and not BODY_SIZE.get().is_small:

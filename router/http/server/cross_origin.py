@@ -30,7 +30,7 @@ from .access import Access, KeyLevel
 from .errors import HttpRefusal
 
 # headers of answers that pages of allowed origins may read
-EXPOSED = "x-request-id, Retry-After, retry-after-ms, x-should-retry"
+EXPOSED = "x-request-id, x-baton-seed, Retry-After, retry-after-ms, x-should-retry"
 MAX_AGE_S = 600  # for so long a browser may remember the answer to a preflight
 
 _FORM = "application/x-www-form-urlencoded"

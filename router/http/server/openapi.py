@@ -9,6 +9,7 @@ import msgspec
 
 from ....metadata.version import package_version
 from ..bodies.fields import Ignored, NotServed, Renamed, rules_of, sent_type
+from ..generation.idempotency import HEADER, MAX_LEN
 from ..generation.types import EXACTLY_ONE_OF
 from ..responses.types import INPUT_ITEMS, ResponsesRequest
 from .access import KeyLevel
@@ -46,6 +47,7 @@ _OF_BODIES = (400, 408, 413, 415, 429, 503)
 _OF_GENERATION = (404, 499, 504)
 _HEADERS = {  # name -> description and JSON type
     "x-request-id": ("The client's x-request-id, else the `id` of an answer that generates", "string"),
+    "x-baton-seed": ("The seed, if the request has an Idempotency-Key: it gives the same text anywhere", "string"),
     "Retry-After": ("Seconds after which the client may try again", "integer"),
     "retry-after-ms": ("The same in milliseconds", "integer"),
     "x-should-retry": ("`false`: tells OpenAI's clients not to retry by themselves", "string"),
@@ -101,7 +103,7 @@ def document(routes: Sequence[Route], *, has_api_keys: bool = True, has_admin_ke
             "headers": {
                 name: {"description": words, "schema": {"type": kind}} for name, (words, kind) in _HEADERS.items()
             },
-            "parameters": {"RequestId": _REQUEST_ID},
+            "parameters": {"RequestId": _REQUEST_ID, "IdempotencyKey": _IDEMPOTENCY_KEY},
             "securitySchemes": {
                 "api_key": bearer | {"description": "An API key of the router (--api-key, --api-keys)"},
                 "admin_key": bearer | {"description": "The admin key of the router (--admin-key)"},
@@ -116,6 +118,15 @@ _REQUEST_ID = {
     "description": "Name that the client gives to the request, up to 128 printable ASCII characters; a longer name is "
     "cut, any other is ignored. The answer carries it, and logs and traces name it.",
     "schema": {"type": "string"},
+}
+
+_IDEMPOTENCY_KEY = {
+    "name": HEADER,
+    "in": "header",
+    "description": "Requests of one tenant with the same key and the same body, byte by byte, have one seed, and so "
+    "the same text, at whatever router, unless the body has a seed. Up to 255 printable ASCII characters. No answer is "
+    "kept: each such request is computed.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_LEN},
 }
 
 
@@ -140,7 +151,7 @@ class _Writer:
             "tags": [route.tag],
             "summary": route.summary,
             "security": self._security[route.needs],
-            "parameters": [*map(_parameter, route.parameters), {"$ref": "#/components/parameters/RequestId"}],
+            "parameters": [*map(_parameter, route.parameters), *_parameter_refs(route)],
             "responses": {"200": self._success(route)},
         }
         for status in _errors_of(route):
@@ -161,7 +172,11 @@ class _Writer:
             content[route.text] = {"schema": {"type": "string"}}
         if route.chunk is not None:
             content["text/event-stream"] = {"schema": self._event(route)}
-        return {"description": "Success", "headers": _header_refs(), "content": content}
+        return {
+            "description": "Success",
+            "headers": _header_refs(*(("x-baton-seed",) * _generates(route))),
+            "content": content,
+        }
 
     def _event(self, route: Route) -> dict[str, Any]:
         """Return the schema of one event. In OpenAPI 3.1 the schema of a stream is that of its events."""
@@ -218,6 +233,15 @@ def _parameter(parameter: Parameter) -> dict[str, Any]:
         "description": parameter.description,
         "schema": msgspec.json.schema(parameter.kind),
     }
+
+
+def _generates(route: Route) -> bool:
+    return route.body is not None and route.chunk is not None
+
+
+def _parameter_refs(route: Route) -> list[dict[str, Any]]:
+    names = ["RequestId", "IdempotencyKey"] if _generates(route) else ["RequestId"]
+    return [{"$ref": f"#/components/parameters/{name}"} for name in names]
 
 
 def _header_refs(*names: str) -> dict[str, Any]:

@@ -11,14 +11,15 @@ from published_configs import PUBLISHED, write_config
 from baton.engine.checkpoint.model_config import ModelConfig, RopeConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import tensor_specs
+from baton.engine.ranks.shares import check_shares
 from baton.kernels.formats import SwigluClamp
 from baton.metadata.errors import ConfigError, ModelError
 from baton.metadata.handoff.schema.kv_layout import KvLayout
-from baton.metadata.handoff.schema.schema import make_schema, page_bytes
+from baton.metadata.handoff.schema.schema import handoff_bytes, make_schema, page_bytes
 
 
-def read(tmp_path: Path, **changes: Any) -> ModelConfig:
-    fields = {key: value for key, value in (PUBLISHED["DeepSeek-V4-Flash"] | changes).items() if value != "absent"}
+def read(tmp_path: Path, published: str = "DeepSeek-V4-Flash", **changes: Any) -> ModelConfig:
+    fields = {key: value for key, value in (PUBLISHED[published] | changes).items() if value != "absent"}
     return read_model_config(write_config(tmp_path, fields))
 
 
@@ -84,30 +85,54 @@ def test_cosines_of_entries_have_no_factor(factor: float | str | None, tmp_path:
         assert config.compressed is not None and config.compressed.rope.attention_factor == 1.0
 
 
-def test_bytes_per_token_are_those_of_the_schema(tmp_path: Path) -> None:
+def test_the_published_file_of_pro_says_what_each_layer_sees(tmp_path: Path) -> None:
+    """Its first layers have entries of 128 tokens, where those of Flash have a window alone."""
+    config = read(tmp_path, "DeepSeek-V4-Pro")
+    compressed, experts, index = config.compressed, config.experts, config.index
+    assert compressed is not None and experts is not None and index is not None
+    assert compressed.kinds == ("heavy",) * 2 + ("sparse", "heavy") * 29 + ("sparse",)
+    assert (compressed.query_rank, compressed.num_groups, compressed.group_rank) == (1536, 16, 1024)
+    assert (index.num_heads, index.head_dim, index.num_picks) == (64, 128, 1024)
+    assert (config.num_heads, config.hc_mult, config.handoff_hidden_size) == (128, 4, 4 * 7168)
+    assert (experts.num_experts, experts.num_active, experts.shared_size, experts.scaling) == (384, 6, 3072, 2.5)
+    assert experts.hash_layers == (0, 1, 2) and experts.layers == tuple(range(61))
+    check_shares(config, 8, "pro", has_all_heads=False)
+
+
+LAYERS = {"DeepSeek-V4-Flash": (43, 21, 20), "DeepSeek-V4-Pro": (61, 30, 31)}  # all, sparse, heavy
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_bytes_per_token_are_those_of_the_schema(name: str, tmp_path: Path) -> None:
     """One entry for 4 tokens and one for 128, an index key for 4, and rows of each token."""
-    config = read(tmp_path)
-    pool = config.pool("bfloat16")
+    num_layers, num_sparse, num_heavy = LAYERS[name]
+    pool = read(tmp_path, name).pool("bfloat16")
     sizes = {each.name: KvLayout.of(each, 128).page_bytes / 128 for each in pool.further}
     assert sizes == {
-        "index": 21 * 128 / 4 * 2,
-        "sparse_entries": 21 * 512 / 4 * 2,
-        "heavy_entries": 20 * 512 / 128 * 2,
-        "index_inputs": 21 * 4 * 128 * 4,
-        "sparse_inputs": 21 * 4 * 512 * 4,
-        "heavy_inputs": 20 * 2 * 512 * 4,
+        "index": num_sparse * 128 / 4 * 2,
+        "sparse_entries": num_sparse * 512 / 4 * 2,
+        "heavy_entries": num_heavy * 512 / 128 * 2,
+        "index_inputs": num_sparse * 4 * 128 * 4,
+        "sparse_inputs": num_sparse * 4 * 512 * 4,
+        "heavy_inputs": num_heavy * 2 * 512 * 4,
     }
-    assert KvLayout.of(pool, 128).page_bytes / 128 == 43 * 512 * 2
-    assert sizes["index"] + sizes["sparse_entries"] + sizes["heavy_entries"] == 6_880
+    assert KvLayout.of(pool, 128).page_bytes / 128 == num_layers * 512 * 2
 
 
-def test_only_entries_are_kept_for_all_tokens(tmp_path: Path) -> None:
-    target = read(tmp_path).with_tail().pool("bfloat16")
+@pytest.mark.parametrize(
+    ("name", "kept", "tail"), [("DeepSeek-V4-Flash", 6_880, 340_992), ("DeepSeek-V4-Pro", 9_848, 496_640)]
+)
+def test_only_entries_are_kept_for_all_tokens(name: str, kept: int, tail: int, tmp_path: Path) -> None:
+    """docs/models.md states these bytes per token."""
+    target = read(tmp_path, name).with_tail().pool("bfloat16")
     windows = {each.name: each.window for each in target.further if each.window}
     assert windows == {"index_inputs": 8, "sparse_inputs": 8, "heavy_inputs": 128, "window": 128}
     schema = make_schema(target, page_size=128)
-    assert page_bytes(schema) / 128 == 6_880
-    assert page_bytes(schema, of_tails=True) == 128 * 340_992
+    assert page_bytes(schema) == 128 * kept
+    assert page_bytes(schema, of_tails=True) == 128 * tail
+    for length, num_tails in ((1, 1), (128, 1), (129, 2), (254, 2), (255, 1), (4096, 1), (4097, 2)):
+        expected = -(-length // 128) * 128 * kept + num_tails * 128 * tail
+        assert handoff_bytes(schema, length).target_kv == expected, length
 
 
 def test_a_prediction_layer_sees_a_window_alone(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from entry_formats import QUANTIZED, packed, published
 from model_pools import pools_of
+from node_pair import node_pairs, params
 from own_mtp import with_mtp
 from ties import Reference
 
@@ -146,3 +147,42 @@ def test_a_checkpoint_with_its_prediction_layer_drafts_by_itself(checkpoint: Che
     assert engine.speculation.algorithm == "mtp"
     for phase in ("extend", "recurrent"):
         assert engine.speculation.hidden.spec(phase) == (3 * 64, "float32")
+
+
+PUBLISHED_LAYERS = {  # the first two, pairs behind them, and bytes per token that docs/models.md states
+    "flash": ("sliding", 20, 6_880, 340_992),
+    "pro": ("heavily_compressed", 29, 9_848, 496_640),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", PUBLISHED_LAYERS)
+def test_a_handoff_moves_the_bytes_that_are_stated(name: str, checkpoint: Checkpoint) -> None:
+    """All layers of the published model with their entries, keys and windows. Everything else is small."""
+    first, num_pairs, kept, tail = PUBLISHED_LAYERS[name]
+    kinds = [first] * 2 + ["compressed_sparse", "heavily_compressed"] * num_pairs + ["compressed_sparse"]
+    model = checkpoint(
+        "deepseek_v4",
+        num_hidden_layers=len(kinds),
+        layer_types=[f"{kind}_attention" for kind in kinds],
+        mlp_layer_types=["hash_moe"] * 3 + ["moe"] * (len(kinds) - 3),
+        compress_rates=None,
+        sliding_window=128,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        index_head_dim=128,
+        hc_mult=4,
+        hidden_size=32,
+        num_attention_heads=2,
+        n_routed_experts=4,
+        vocab_size=512,
+    )
+    both: dict[str, Any] = {"page_size": 128, "num_pages": 9, "dtype": "bfloat16", "chunk_tokens": 64}
+    with node_pairs() as start:
+        pair, moved = start(model, prefill=both, decode=both), 0
+        for length, num_pages, num_tails in ((100, 1, 1), (128, 1, 1), (300, 3, 2), (384, 3, 1)):
+            pair.submit(f"{length}", random.Random(length).choices(range(1, 512), k=length), params(2))
+            assert len(pair.run(timeout_s=170)[f"{length}", 0].ids) == 2
+            moved, before = pair.decode.stats().bytes_moved, moved
+            print(f"{name}: a prompt of {length} tokens moved {moved - before:,} bytes")
+            assert moved - before == 128 * (num_pages * kept + num_tails * tail)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from patience import until
 
+from baton.metadata.bus.channel import RouterGone, why_unwelcome
+from baton.metadata.bus.curve import KeyPair
 from baton.metadata.bus.hub import Hub
-from baton.metadata.bus.membership import Membership, _why_unwelcome
-from baton.metadata.wire.membership import Hello, HelloAgain, Leaving, Welcome
-from baton.metadata.wire.messages import ToRouter
+from baton.metadata.bus.membership import Membership
+from baton.metadata.errors import Refused
+from baton.metadata.wire.membership import Hello, HelloAgain, Leaving, Refusal, Welcome
+from baton.metadata.wire.messages import Cancelled, ToRouter
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message
 
 
@@ -27,19 +31,24 @@ def hello(sample: Any) -> Hello:
 class Router:
     """A hub that answers Hello as the registry does, in the protocol that it is told to agree on."""
 
-    def __init__(self, protocol: int) -> None:
-        self.protocol = protocol
+    def __init__(
+        self, protocol: int, epoch: str = "e0", address: str = "tcp://127.0.0.1:*", keys: KeyPair | None = None
+    ) -> None:
+        self.protocol, self.epoch, self.keys = protocol, epoch, keys
+        self.refuses: str | None = None
         self.got: list[ToRouter] = []
-        self.hub = Hub("tcp://127.0.0.1:*", "e0", None, self._take, lambda _: None)
+        self.hub = Hub(address, epoch, keys, self._take, lambda _: None)
         self.hub.start()
 
     def _take(self, peer: bytes, message: ToRouter) -> None:
         self.got.append(message)
         if isinstance(message, Hello):
-            if self.protocol >= 6 and message.protocol < self.protocol:
-                self.hub.send(peer, HelloAgain(router_epoch="e0", protocol=self.protocol), self.protocol)
+            if self.refuses is not None:
+                self.hub.send(peer, Refusal(router_epoch=self.epoch, reason=self.refuses))
+            elif self.protocol >= 6 and message.protocol < self.protocol:
+                self.hub.send(peer, HelloAgain(router_epoch=self.epoch, protocol=self.protocol), self.protocol)
             else:
-                self.hub.send(peer, Welcome(router_epoch="e0", protocol=self.protocol, need_tokenizer=False))
+                self.hub.send(peer, Welcome(router_epoch=self.epoch, protocol=self.protocol, need_tokenizer=False))
 
 
 @pytest.mark.parametrize("protocol", [5, PROTOCOL_MAX])
@@ -52,16 +61,18 @@ async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protoco
 
         def is_joined() -> bool:
             received.extend(membership.receive())
-            return membership._session.is_joined
+            return membership._channels[0].session.is_joined
 
         await until(is_joined)
         assert received == []
-        assert membership._session.protocol == membership._heartbeat._agreed.protocol == protocol
+        assert (
+            membership._channels[0].session.protocol == membership._channels[0].heartbeat._agreed.protocol == protocol
+        )
         hellos = [message.protocol for message in router.got if isinstance(message, Hello)]
         assert hellos == ([0] if protocol == 5 else [0, protocol])
-        membership._session._heard_at -= 60  # the router falls silent: the next may be older
+        membership._channels[0].session._heard_at -= 60  # the router falls silent: the next may be older
         membership.receive()
-        assert membership._heartbeat._agreed.protocol == PROTOCOL_MIN
+        assert membership._channels[0].heartbeat._agreed.protocol == PROTOCOL_MIN
     finally:
         membership.close()
         router.hub.close()
@@ -70,26 +81,24 @@ async def test_messages_are_written_in_the_agreed_protocol(hello: Hello, protoco
 def test_a_message_that_the_next_router_may_not_know_is_not_sent(hello: Hello) -> None:
     membership = Membership(hello, "tcp://127.0.0.1:1", lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     try:
-        membership.send(Newest())  # type: ignore[arg-type]
-        assert membership._link.sent == 0
-        membership.send(Leaving(done=False))
-        assert membership._link.sent == 1
+        membership.send_all(Newest())  # type: ignore[arg-type]
+        assert membership._channels[0].link.sent == 0
+        membership.send_all(Leaving(done=False))
+        assert membership._channels[0].link.sent == 1
     finally:
         membership.close()
 
 
-def test_a_node_without_a_router_says_so_later_and_later(hello: Hello, monkeypatch: Any, caplog: Any) -> None:
+def test_a_node_without_a_router_says_so_later_and_later(hello: Hello, monkeypatch: Any) -> None:
     """A healthy start takes a while, and a line every few seconds would fill the log of a node that waits for days."""
     now = 1000.0
-    monkeypatch.setattr("baton.metadata.bus.membership.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("baton.metadata.bus.channel.time", SimpleNamespace(monotonic=lambda: now))
     membership = Membership(hello, "tcp://127.0.0.1:1", lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     at: list[float] = []
     try:
         for _ in range(1200):
-            membership._complain_without_router()
-            at += [now - 1000.0] * len(caplog.records)
-            lines = caplog.text
-            caplog.clear()
+            lines = membership._channels[0].unwelcome_words() or ""
+            at += [now - 1000.0] * bool(lines)
             assert "keys" not in lines
             now += 1.0
     finally:
@@ -101,6 +110,108 @@ def test_a_node_without_a_router_says_so_later_and_later(hello: Hello, monkeypat
 @pytest.mark.parametrize("outlook", ["unreachable", "refused", "too slow", "connected"])
 def test_the_keys_are_named_only_if_they_can_be_the_cause(outlook: Any, is_listed: bool) -> None:
     """A router does not answer a key that is not in its allow-list."""
-    words = _why_unwelcome(outlook, "is the key right?", is_listed=is_listed)
+    words = why_unwelcome(outlook, "is the key right?", is_listed=is_listed)
     assert ("is the key right?" in words) == (outlook == "refused" or (outlook == "too slow" and is_listed))
     assert ("slow" in words) == (outlook == "too slow")
+
+
+class ManyRouters:
+    """Routers with epochs of their own, and a node that joins all of them."""
+
+    def __init__(self, hello: Hello, addresses: tuple[str, ...] = ("tcp://127.0.0.1:*",) * 2) -> None:
+        self.routers = [Router(PROTOCOL_MAX, f"e{index}", address) for index, address in enumerate(addresses)]
+        routers = ",".join(router.hub.address for router in self.routers)
+        self.node = Membership(hello, routers, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
+        self.work: list[Any] = []
+
+    def look(self) -> bool:
+        self.work += self.node.receive()
+        return True
+
+    async def join(self) -> None:
+        self.node.start()
+        await until(lambda: self.look() and sorted(self.node.routers) == ["e0", "e1"])
+
+    def close(self) -> None:
+        self.node.close()
+        for router in self.routers:
+            router.hub.close()
+
+
+@pytest.fixture
+async def many(hello: Hello) -> Any:
+    many = ManyRouters(hello)
+    yield many
+    many.close()
+
+
+async def test_a_message_goes_to_the_router_that_it_is_for(many: ManyRouters) -> None:
+    await many.join()
+    many.node.send(Cancelled(rid="r", attempt=0), "e1")
+    many.node.send(Cancelled(rid="lost", attempt=0), "e7")
+    many.node.send_all(Leaving(done=False))
+    await until(lambda: all(Leaving(done=False) in router.got for router in many.routers))
+    cancelled = [[each.rid for each in router.got if isinstance(each, Cancelled)] for router in many.routers]
+    assert cancelled == [[], ["r"]]
+
+
+async def test_a_router_that_is_lost_takes_its_own_work_with_it(many: ManyRouters) -> None:
+    await many.join()
+    many.routers[0].hub.close()
+    many.node._channels[0].session._heard_at -= 60
+    await until(lambda: many.look() and bool(many.work))
+    (gone,) = many.work
+    assert isinstance(gone, RouterGone) and gone.router == "e0" and many.node.routers == ["e1"]
+
+
+async def test_a_node_serves_on_if_one_of_its_routers_refuses_it(many: ManyRouters, caplog: Any) -> None:
+    await many.join()
+    many.routers[1].refuses = "its name is taken"
+    many.node._channels[1].session._hello_at -= 60
+    many.routers[1].hub.send(b"n:1", HelloAgain(router_epoch="e1"))
+    await until(lambda: many.look() and many.node.routers == ["e0"] and "its name is taken" in caplog.text)
+    many.routers[1].refuses = None
+    many.node._channels[1].session._hello_at -= 60
+    await until(lambda: many.look() and many.node.routers == ["e0", "e1"])
+
+
+async def test_the_only_router_that_answers_ends_a_node_by_its_refusal(many: ManyRouters) -> None:
+    many.routers[1].refuses = "its name is taken"
+    many.routers[0].hub.close()
+    many.node.start()
+    with pytest.raises(Refused, match="its name is taken"):
+        await until(lambda: many.look() and False)
+
+
+async def test_two_addresses_of_one_router_are_one_router(hello: Hello) -> None:
+    """A host may have several addresses of one name. One of them is left, and the node stays joined."""
+    router = Router(PROTOCOL_MAX, "e0", "tcp://0.0.0.0:*", KeyPair.generate())
+    port = router.hub.address.rpartition(":")[2]
+    addresses = f"tcp://127.0.0.1:{port},tcp://127.0.0.2:{port}"
+    node = Membership(hello, addresses, lambda: None, router.keys, 1.0)  # type: ignore[arg-type,return-value]
+    try:
+        node.start()
+        await until(lambda: node.receive() is not None and len(node._channels) == 1 and node.routers == ["e0"])
+        num_hellos = sum(isinstance(message, Hello) for message in router.got)
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+            node.receive()
+        assert len(node._channels) == 1 and node.routers == ["e0"]
+        assert sum(isinstance(message, Hello) for message in router.got) <= num_hellos + 2
+    finally:
+        node.close()
+        router.hub.close()
+
+
+async def test_a_new_address_of_a_name_gets_a_channel_and_an_old_one_goes_with_its_router(many: ManyRouters) -> None:
+    await many.join()
+    first, second = (router.hub.address for router in many.routers)
+    many.node._addresses._found = {"name": (second,)}
+    many.look()
+    assert many.node.routers == ["e0", "e1"], "a router that is there is not left, whatever its name resolves to"
+    many.routers[0].hub.close()
+    many.node._channels[0].session._heard_at -= 60
+    await until(lambda: many.look() and len(many.node._channels) == 1)
+    many.routers[0] = Router(PROTOCOL_MAX, "e2", first)
+    many.node._addresses._found = {"name": (second, first)}
+    await until(lambda: many.look() and many.node.routers == ["e1", "e2"])

@@ -38,8 +38,10 @@ class Node:
         self.said: list[ToRouter] = []
         self.spoken: list[int] = []  # the protocol of each
         self.is_full = False
-        self.round_trip_s = 0.0
-        self.session = RouterSession(hello, self._send, lambda: FILE, lambda: self.now, lambda: self.round_trip_s)
+        self.round_trip_s = self.cut_s = 0.0
+        self.session = RouterSession(
+            hello, self._send, lambda: FILE, lambda: self.now, lambda: self.round_trip_s, lambda: self.cut_s
+        )
         self.session.start()
 
     def _send(self, message: ToRouter, protocol: int) -> bool:
@@ -238,6 +240,18 @@ def test_a_silent_router_is_reported_lost_once(joined: Node) -> None:
     assert joined.take(RouterHeartbeat(router_epoch="a"), work()) == []  # nothing is held, so nothing to free
     assert joined.hellos() == 1
     assert joined.take(welcome(), work()) == [Joined("a", PROTOCOL_MAX), work()]
+
+
+def test_a_router_whose_connection_stays_closed_is_lost_before_it_is_silent(joined: Node) -> None:
+    joined.now += 0.7
+    joined.cut_s = 0.7
+    assert joined.take() == []
+    joined.cut_s = 0.8
+    assert joined.take() == [RouterLost(pytest.approx(0.7))]
+    assert joined.take() == []
+    joined.cut_s = 0.0
+    assert joined.take(RouterHeartbeat(router_epoch="a")) == [] and joined.hellos() == 1
+    assert joined.take(welcome()) == [Joined("a", PROTOCOL_MAX)]
 
 
 def test_a_router_behind_a_slow_network_may_be_silent_for_longer(joined: Node) -> None:

@@ -6,14 +6,25 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import namespaces
 import pytest
+from network import reason_against
 
-from baton.metadata.errors import TransferError
+from baton.metadata.errors import ConfigError, TransferError
 from baton.metadata.handoff import descriptors
-from baton.metadata.handoff.descriptors import MAX_DESCRIPTORS, MAX_KEPT, DescriptorInbox, new_token, send_descriptors
+from baton.metadata.handoff.descriptors import (
+    MAX_DESCRIPTORS,
+    MAX_KEPT,
+    DescriptorInbox,
+    inbox_in_reach,
+    new_token,
+    send_descriptors,
+    user_directory,
+)
 
 
 @pytest.fixture
@@ -146,3 +157,94 @@ def test_both_ends_refuse_another_user(inbox: DescriptorInbox, monkeypatch: pyte
     monkeypatch.setattr(descriptors.os, "getuid", lambda: uid + 1)
     with pytest.raises(TransferError, match="did not arrive"):
         inbox.take(token)
+
+
+# --- reach ---
+
+
+def in_new_network(code: str) -> str:
+    """Return what this code prints in a process of another network namespace. Skips where there can be none."""
+    if reason := reason_against():
+        pytest.skip(reason)
+    begun = f"from namespaces import NEW_NETWORK, unshare\nunshare(NEW_NETWORK)\n{code}"
+    environ = {**os.environ, "PYTHONPATH": str(Path(namespaces.__file__).parent)}
+    return subprocess.run([sys.executable, "-c", begun], check=True, capture_output=True, text=True, env=environ).stdout
+
+
+def reach_from_afar(inbox: DescriptorInbox, directory: Path | None) -> str:
+    return in_new_network(f"""
+from pathlib import Path
+from baton.metadata.handoff.descriptors import inbox_in_reach, new_token, send_descriptors
+place = inbox_in_reach({inbox.address!r}, {f"Path({str(directory)!r})" if directory else None})
+print(place)
+if place:
+    send_descriptors(place, b"t" * 16, [0])
+""").strip()
+
+
+@pytest.fixture
+def parent() -> Iterator[Path]:
+    """A directory with a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def shared(parent: Path) -> Path:
+    return user_directory(str(parent))
+
+
+def test_an_inbox_is_in_reach_of_its_own_network_namespace(inbox: DescriptorInbox) -> None:
+    assert inbox_in_reach(inbox.address, None) == inbox.address
+    assert inbox_in_reach("baton-" + "0" * 32, None) == ""
+    assert inbox_in_reach("", None) == ""
+    assert reach_from_afar(inbox, None) == ""
+
+
+def test_a_shared_directory_reaches_other_network_namespaces(shared: Path) -> None:
+    inbox = DescriptorInbox(shared)
+    try:
+        assert reach_from_afar(inbox, None) == ""
+        assert reach_from_afar(inbox, shared) == str(shared / inbox.address)
+        os.close(*inbox.take(b"t" * 16))
+    finally:
+        inbox.close()
+    assert list(shared.iterdir()) == []
+    assert inbox_in_reach(inbox.address, shared) == ""
+
+
+def test_an_inbox_of_another_user_is_not_in_reach(inbox: DescriptorInbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getuid()
+    monkeypatch.setattr(descriptors.os, "getuid", lambda: own + 1)
+    assert inbox_in_reach(inbox.address, None) == ""
+
+
+def test_files_of_inboxes_whose_processes_have_ended_are_removed(parent: Path, shared: Path) -> None:
+    ended = shared / f"baton-{'e' * 32}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(ended))
+    inbox = DescriptorInbox(shared)
+    assert user_directory(str(parent)) == shared
+    assert [path.name for path in shared.iterdir()] == [inbox.address]
+    inbox.close()
+
+
+def test_a_shared_directory_lets_nobody_else_in(parent: Path) -> None:
+    made = user_directory(str(parent))
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.chmod(0o750)
+    with pytest.raises(ConfigError, match=r"has mode 750 .* with mode 700: remove it"):
+        user_directory(str(parent))
+    made.rmdir()
+    made.symlink_to(parent)
+    with pytest.raises(ConfigError, match="it must be a directory of user id"):
+        user_directory(str(parent))
+
+
+@pytest.mark.parametrize(
+    ("shared", "words"),
+    [("/no/such/directory", "No such file or directory; name one"), ("/tmp/" + "x" * 70, "too long for a socket")],
+)
+def test_a_shared_directory_that_cannot_be_used_is_refused(shared: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        user_directory(shared)

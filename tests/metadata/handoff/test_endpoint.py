@@ -45,7 +45,7 @@ def test_two_nodes_alike_can_hand_over() -> None:
         ),
         ({"draft_fingerprint": "0"}, ["draft weights: None here, 0 there"]),
         ({"transports": ("cuda",)}, ["transports: local, zmq here, cuda there (same host)"]),
-        ({"transports": ("local",), "host": "h"}, ["transports: local, zmq here, local there (another host)"]),
+        ({"transports": ("local",), "host": "h"}, ["transports: local, zmq here, local there (no shared memory)"]),
         (
             {"target_fingerprint": "0", "transports": ("cuda",)},
             [

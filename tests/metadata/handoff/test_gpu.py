@@ -141,7 +141,8 @@ def test_pools_that_cannot_be_shared_are_not_offered_for_mapping(monkeypatch: py
 
 
 def test_no_page_of_a_gpu_is_mapped_from_another_host(pair: GpuPair) -> None:
-    pair.client._links.hello = msgspec.structs.replace(pair.client._links.hello, host="elsewhere")
+    there = {"host": "elsewhere", "inbox": "baton-" + "0" * 32}
+    pair.client._links.hello = msgspec.structs.replace(pair.client._links.hello, **there)
     pair.offer()
     pair.claim()
     assert pair.spin().times.transport == "zmq" and not pair.ours.mappings

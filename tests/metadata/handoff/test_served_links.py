@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,11 @@ from handoff_nodes import FINGERPRINTS, SCHEMA, make_client, make_memory, make_s
 
 from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.handoff import served_links
+from baton.metadata.handoff.descriptors import DescriptorInbox
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.pages import OfferedPages
 from baton.metadata.handoff.served_links import DecodePeers, ServedLinks
+from baton.metadata.handoff.transports.base import INBOX_SINCE
 from baton.metadata.handoff.transports.local import LocalTransport
 from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
 from baton.metadata.wire.messages import Revoke
@@ -153,6 +156,20 @@ def test_a_welcome_names_the_first_transport_of_the_decode_node_that_works(
     for transports, host, expected in ((("zmq", "local"), hello.host, "zmq"), (("local", "zmq"), "elsewhere", "zmq")):
         other = peers.meet(B, msgspec.structs.replace(hello, transports=transports, host=host), ())
         assert isinstance(other, LinkWelcome) and other.transport == expected
+
+
+def test_an_inbox_in_reach_makes_nodes_of_unlike_namespaces_share_memory(peers: DecodePeers, hello: LinkHello) -> None:
+    inbox = DescriptorInbox()
+    elsewhere = msgspec.structs.replace(hello, host="elsewhere", inbox=inbox.address)
+    welcome = peers.meet(A, elsewhere, ())
+    assert isinstance(welcome, LinkWelcome) and welcome.transport == "local"
+    for descriptor in inbox.take(welcome.token):
+        os.close(descriptor)
+    older = peers.meet(B, msgspec.structs.replace(elsewhere, protocol=INBOX_SINCE - 1), ())
+    inbox.close()
+    out_of_reach = peers.meet(C, elsewhere, ())
+    for other in (older, out_of_reach):
+        assert isinstance(other, LinkWelcome) and (other.transport, other.token) == ("zmq", b"")
 
 
 def test_a_transport_that_fails_gives_way_to_the_next(

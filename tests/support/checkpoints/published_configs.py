@@ -810,6 +810,19 @@ _QWEN3_5: dict[str, Any] = _DELTA | {
 }
 PUBLISHED: dict[str, dict[str, Any]] = {
     "DeepSeek-V4-Flash": _DEEPSEEK_V4,
+    "DeepSeek-V4-Pro": _DEEPSEEK_V4
+    | {
+        "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
+        "hidden_size": 7168,
+        "index_topk": 1024,
+        "moe_intermediate_size": 3072,
+        "n_routed_experts": 384,
+        "num_attention_heads": 128,
+        "num_hidden_layers": 61,
+        "o_groups": 16,
+        "q_lora_rank": 1536,
+        "routed_scaling_factor": 2.5,
+    },
     "Qwen3-Next-80B-A3B": _DELTA
     | {
         "architectures": ["Qwen3NextForCausalLM"],

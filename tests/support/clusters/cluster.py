@@ -117,6 +117,7 @@ class Cluster:
         self.processes: dict[str, Process] = {}
         self.http_port, self.node_port = free_port(), free_port()
         self.api_key: str | None = None
+        self.also_join: tuple[str, ...] = ()  # further routers that nodes join
         self.releases: dict[str, Path] = {}  # by process name: the directory of another release's `baton`
 
     @property
@@ -161,7 +162,8 @@ class Cluster:
         times at its start, and `node_share` of a GPU, unless `flags` say otherwise."""
         model = model or self.model
         chosen = ["--model", str(model)] if model else []
-        meeting = ["--router", self.node_address, "--node-id", name, "--threads", "1", "--chunk-tokens", "128"]
+        routers = ",".join((self.node_address, *self.also_join))
+        meeting = ["--router", routers, "--node-id", name, "--threads", "1", "--chunk-tokens", "128"]
         share = (
             [] if name in self.releases else ["--memory-share", f"{self.node_share:.3f}"]
         )  # older releases have none
@@ -259,6 +261,10 @@ class Cluster:
 
     # --- talking to it ---
 
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Return a connection to the router that is opened with its first request."""
+        return http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout_s)
+
     def request(
         self,
         method: str,
@@ -269,7 +275,7 @@ class Cluster:
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any]:
         """Return (status, body). JSON is decoded; anything else is text. A `body` of bytes is sent unchanged."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=timeout_s * load_factor())
+        connection = self.connection(timeout_s * load_factor())
         key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         try:
@@ -347,7 +353,7 @@ def _start(argv: Sequence[str], log_path: Path, environ: dict[str, str]) -> subp
 
 def held(ledger: dict[str, Any]) -> list[str]:
     """Return, in words, everything that is held although the cluster should be idle."""
-    held = [f"router: {what} {value}" for what, value in ledger["router"].items() if value]
+    held = [f"router: {what} {value}" for what, value in ledger["router"].items() if value and what != "epoch"]
     for name, books in ledger["nodes"].items():
         if books is None:
             held.append(f"{name} did not answer")

@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 FAULT_PLAN = "BATON_FAULT_PLAN"  # names a file (tests/chaos/faulty.py) that says what is wrong with the process
+HOST = "BATON_HOST"  # files that name the namespaces of the process's host (tests/support/hosts), with : between them
 RANK_CONTEXT = "BATON_RANK_CONTEXT"  # a context in which ranks run: "module function argument"
 _PRELOAD = [f"baton.{name}" for name in ("prefill_node.main", "decode_node.main", "router.main", "deploy.cli")]
 _PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports its parent's main module
@@ -118,6 +119,11 @@ def _run(argv: list[str], log: str, environ: dict[str, str], release: Path | Non
     os.dup2(1, 2)
     os.environ.clear()
     os.environ.update(environ)
+    if HOST in environ:
+        from namespaces import begin_processes, enter
+
+        enter(environ[HOST].split(":"))
+        begin_processes()
     if FAULT_PLAN in environ:
         from faulty import switch_on
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -252,6 +252,9 @@ class _Member:
 
     tickets = units
 
+    def num_units(self) -> Counter[str]:
+        return Counter()
+
 
 class MembershipTarget(Target):
     """A node's end of a bus whose router lies. Every message that the node gets from it must be readable work."""
@@ -266,9 +269,9 @@ class MembershipTarget(Target):
         file = m.TokenizerFile(digest="t", data=b"")
         self.membership = Membership(make_hello("decode", "d0"), "tcp://127.0.0.1:1", lambda: file, None, 0.0)
         self.membership.member = _Member()  # type: ignore[assignment]
-        self.membership._link.socket.close()
+        self.membership._channels[0].link.socket.close()
         self.dealer = wire.dealer(self.router.address)
-        self.membership._link.socket = self.dealer
+        self.membership._channels[0].link.socket = self.dealer
 
     def feed(self, rng: random.Random) -> None:
         before = self.membership.dropped_frames

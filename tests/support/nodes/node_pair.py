@@ -123,7 +123,7 @@ class NodePair:
             self.prefill,
             self.decode,
         ):  # this thread is also their router, which must not count as gone while a node computes
-            node.membership._session._clock = lambda: 0.0
+            node.membership._channels[0].session._clock = lambda: 0.0
         self.results: dict[tuple[str, int], Result] = {}
         self.admitted: list[Admitted] = []
         self.done: dict[str, PrefillDone] = {}

@@ -205,7 +205,7 @@ class Served:
         """Close all connections of the node without a message, as SIGKILL would."""
         node = self.nodes.pop(name)
         self.held.discard(name)
-        node.membership.send = lambda message: None  # type: ignore[method-assign] - no last words
+        node.membership.send_all = lambda message: None  # type: ignore[method-assign] - no last words
         node.membership.close()
         if isinstance(node.handoff, HandoffClient):
             node.handoff._transfers.clear()

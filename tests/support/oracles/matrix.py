@@ -407,8 +407,7 @@ def run_mixed(pair: NodePair, cell: Cell, cases: list[Case], place: Place) -> No
             start_together(pair)  # more than any bucket of the tests holds
         pair.step_until(lambda: has_generated(pair, name_of(cell, cases[0]), 3))
     if cell.is_hit and not cell.is_preempted:
-        with rounds_paused(pair):
-            pair.step_until(lambda: len(pair.decode.scheduler.running) == 1 + len(cases))
+        start_together(pair)
     if cell.is_preempted:
         for _ in range(3):  # besides preemptions for lack of pages
             pair.step_until(lambda: len(pair.decode.scheduler.running) > 1 or pair.is_done)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from baton.metadata.errors import ProtocolError
+from baton.metadata.handoff.transports.base import INBOX_SINCE
 from baton.metadata.handoff.transports.cuda import CudaTransport
 from baton.metadata.handoff.transports.local import LocalTransport
 from baton.metadata.handoff.transports.zmq import ZmqTransport
@@ -22,7 +23,9 @@ INBOX = "baton-" + "0" * 32
     ("changes", "works"),
     [
         ({}, (True, True, True)),
-        ({"host": "elsewhere"}, (False, False, True)),
+        ({"host": "elsewhere"}, (True, True, True)),  # the inbox is in reach
+        ({"host": "elsewhere", "protocol": INBOX_SINCE - 1}, (False, False, True)),
+        ({"host": "elsewhere", "inbox": ""}, (False, False, True)),
         ({"inbox": ""}, (False, True, True)),
         ({"protocol": CudaWelcome.since - 1}, (False, True, True)),
         ({"protocol": 0}, (False, True, True)),  # an older node does not tell

@@ -11,6 +11,8 @@ import pytest
 from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, same_pages, unit
 
 from baton.metadata.errors import ProtocolError, TransferError
+from baton.metadata.handoff.descriptors import DescriptorInbox
+from baton.metadata.handoff.memory_places import send_memory
 from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transports.base import Move, PullEnd
 from baton.metadata.handoff.transports.local import LocalTransport
@@ -28,6 +30,13 @@ def pools() -> Iterator[tuple]:
     yield source, target
     for pool in (*source, *target):
         pool.close()
+
+
+@pytest.fixture
+def inbox() -> Iterator[DescriptorInbox]:
+    inbox = DescriptorInbox()
+    yield inbox
+    inbox.close()
 
 
 def welcome(source) -> LinkWelcome:
@@ -84,6 +93,17 @@ def test_a_failed_mapping_leaves_nothing_mapped(pools, changes, words):
     source, target = pools
     with pytest.raises(TransferError, match=words):
         LocalTransport.open(PullEnd(tuple(target), ignore), msgspec.structs.replace(welcome(source), **changes))
+
+
+def test_pools_whose_descriptors_came_to_the_inbox_are_mapped_from_there(pools, inbox):
+    source, target = pools
+    token = send_memory(inbox.address, [pool.where for pool in source])
+    elsewhere = msgspec.structs.replace(welcome(source), pid=1 << 40, token=token)  # of another process namespace
+    transport = LocalTransport.open(PullEnd(tuple(target), ignore, inbox=inbox), elsewhere)
+    transport.fetch([Move(unit(), 0, 5, 20, 0, b"")])
+    assert [item.move.index for item in transport.step(1 << 30)] == [0]
+    assert same_pages(target, [20], source, [5])
+    transport.close()
 
 
 def test_the_second_pool_failing_unmaps_the_first(pools):

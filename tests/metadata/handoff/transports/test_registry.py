@@ -16,6 +16,7 @@ from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports.base import Landed, PullEnd, Transport
 from baton.metadata.handoff.transports.registry import TRANSPORTS
 from baton.metadata.wire.data_link import LinkHello, LinkWelcome
+from baton.metadata.wire.protocol import PROTOCOL_MAX
 
 _published: dict[int, tuple[PageMemory, ...]] = {}  # in place of memory that two processes share
 
@@ -77,7 +78,7 @@ def test_a_registered_transport_is_negotiated_and_moves_pages() -> None:
 
 
 def test_the_needs_of_a_transport_are_checked_when_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToyTransport, "needs_inbox", True)  # which a decode node without a GPU has not
+    monkeypatch.setattr(ToyTransport, "since", PROTOCOL_MAX + 1)  # which nobody knows yet
     server, source = make_server(transports=("toy",))
     client, target = make_client(transports=("toy",))
     client.claim(unit(), peer_of(server), 0, [9, 4])
