@@ -142,6 +142,10 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "walk_chain": (_triton("state.triton_trees"),),
         "walk_tree": (_triton("state.triton_trees"),),
         "move_slots_": (_triton("state.triton_trees"),),
+        # paged_delta.py
+        "delta_round": (_triton("state.triton_delta_round"),),
+        "delta_prompt": (_triton("state.triton_delta_prompt"),),
+        "gate_heads": (_triton("state.triton_delta_gate"),),
         # rows.py, pages.py; torch cannot read a peer's pool, so BATON_TRITON=0 leaves pages as they are
         "copy_numbers_": (_triton("state.triton_rows"),),
         "copy_columns_": (_triton("state.triton_rows"),),

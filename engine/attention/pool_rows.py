@@ -17,14 +17,16 @@ rejected draft is written again before a layer reads it. Kernels read `rows.pool
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..rounds.batch import ForwardBatch, JointBatch
+
+T = TypeVar("T")
 
 
 class SeenRows(NamedTuple):
@@ -51,11 +53,18 @@ class PoolRows:
 
     pools: Mapping[str, torch.Tensor]  # each [num_layers, num_pages, num_planes, num_heads, page_size, width]
     batches: tuple[ForwardBatch, ...]  # that share the forward, end to end; the first may see rows of the second
+    _made: dict[str, Any] = field(default_factory=dict, init=False)  # by name, what `once` has made
 
     @classmethod
     def of(cls, batch: ForwardBatch | JointBatch, pools: Mapping[str, torch.Tensor]) -> PoolRows:
         """Return the rows of a forward."""
         return cls(pools, (batch.first, batch.second) if isinstance(batch, JointBatch) else (batch,))
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what `make` returned for the first layer that asked: a value that all layers of a forward share."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     @cached_property
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:

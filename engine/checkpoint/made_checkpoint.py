@@ -32,11 +32,12 @@ MakeTensor = Callable[[TensorSpec], Tensor]
 
 
 class EveryName(Container[str]):
-    """The names of a checkpoint that has whatever its format asks for: scales of all but heads and products that make
-    entries (DeepSeek-V4), and no biases."""
+    """The names of a checkpoint that has whatever its format asks for: scales of all but heads, products that make
+    entries (DeepSeek-V4), and b and a of a delta rule (Qwen3-Next), and no biases."""
 
     def __contains__(self, name: object) -> bool:
-        is_plain = str(name).startswith(("lm_head.weight_", "head.scale")) or ".compressor." in str(name)
+        is_plain = str(name).startswith(("lm_head.weight_", "head.scale"))
+        is_plain |= any(each in str(name) for each in (".compressor.", ".in_proj_b", ".in_proj_a."))
         return not str(name).endswith(".bias") and not (is_plain and "scale" in str(name))
 
 

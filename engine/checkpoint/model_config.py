@@ -21,7 +21,7 @@ RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "proportional")
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]  # how a router makes scores of its product
 INDEX = "index"  # the further pool of index keys
-DELTA_ROWS, DELTA_STATES = "delta_rows", "delta_states"  # the further pools of layers with a delta rule
+DELTA_ROWS, DELTA_UPDATES, DELTA_STATES = "delta_rows", "delta_updates", "delta_states"  # pools of the delta rule
 DELTA_BLOCK = 64  # tokens of a block of the delta rule, if pages do not divide it (`delta_block`)
 WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
@@ -191,11 +191,20 @@ class DeltaConfig:
 
     @property
     def further(self) -> tuple[Further, ...]:
-        """The pools of these layers: a row of inputs per token, and a state per block of tokens."""
+        """The pools of these layers: a row of inputs and one of updates per token, and a state per block of tokens."""
         heads, width = self.num_key_heads, self.num_channels + self.num_shared * (1 + self.decay_dim)
         size, num_before = self.num_shared * self.key_dim * self.value_dim, self.num_taps - 1
         return (
             Further(DELTA_ROWS, self.layers, width, heads, is_tail=True, num_read=num_before),
+            Further(
+                DELTA_UPDATES,
+                self.layers,
+                self.num_shared * self.value_dim,
+                heads,
+                "float32",
+                is_tail=True,
+                num_read=num_before,
+            ),
             Further(
                 DELTA_STATES, self.layers, size, heads, "float32", per_block=True, is_tail=True, num_read=num_before
             ),
@@ -335,10 +344,10 @@ class ModelConfig:
 
     @property
     def has_cut_heads(self) -> bool:
-        """Whether heads are in FP8, with scales of blocks of 128 rows, and cut the blocks, and are rotated in part.
-        Rows of a head that are put into another order would leave their block."""
+        """Whether heads are in FP8, with scales of blocks of 128 rows, and cut the blocks or have several, and are
+        rotated in part. Rows of a head that are put into another order would leave their block."""
         is_in_blocks = self.quantization is not None and self.quantization.weight_scale == "blocks"
-        return is_in_blocks and self.rotary_dim is not None and min(128 % self.head_dim, self.head_dim % 128) > 0
+        return is_in_blocks and self.rotary_dim is not None and 128 % self.head_dim > 0
 
     @property
     def num_shared_layers(self) -> int:

@@ -99,7 +99,7 @@ def read_model_config(path: Path, architecture: str | None = None) -> ModelConfi
 
 def _check_blocks(raw: ConfigFile, family: ModelFamily, config: ModelConfig) -> None:
     """Refuse FP8 blocks that heads cut, unless the family orders the outputs of the product instead of its rows."""
-    if config.has_cut_heads and family.value_dim is None:
+    if config.has_cut_heads and family.value_dim is None and not config.has_output_gate:
         raise raw.error(
             "quantization_config",
             f"scales blocks of 128 rows, which heads of {config.head_dim} numbers cut; use a checkpoint in 16 bits",

@@ -48,6 +48,13 @@ class Weights(ABC):
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this name."""
 
+    def is_scaled(self, projection: str) -> bool:
+        """Return whether the checkpoint has scales of a projection."""
+        quantization = self.quantization
+        if quantization is None or quantization.is_online:
+            return False
+        return self.has(f"{projection}.{quantization.scale_name}")
+
     @abstractmethod
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of this shape, in memory of its own, in `dtype` (None: the model's)."""
@@ -292,7 +299,7 @@ def _stored(
     """Return the tensors that hold the weight of each projection, by its name and the last part of theirs. Raises
     ModelError unless all projections are in one format."""
     if quantization is not None and not quantization.is_online:
-        scaled = {name: weights.has(f"{name}.{quantization.scale_name}") for name in projections}
+        scaled = {name: weights.is_scaled(name) for name in projections}
         if len(set(scaled.values())) > 1:
             with_scale, without = (next(name for name in scaled if scaled[name] == has) for has in (True, False))
             raise ModelError(
@@ -312,9 +319,10 @@ def in_order(stored: Tensor, order: Tensor, block: int) -> Tensor:
     if stored.ndim == 0:
         return stored
     if block > 1:
-        if not torch.equal(order // block, torch.arange(len(order)) // block):
+        blocks = (order // block)[::block]
+        if not torch.equal(order // block, blocks.repeat_interleave(block)[: len(order)]):
             raise ModelError(f"rows of blocks of {block} that share a scale cannot be put into another order")
-        return stored
+        order = blocks
     if stored.element_size() == 1:  # torch does not gather rows of 8-bit floats
         return stored.view(torch.uint8)[order].view(stored.dtype)
     return stored[order]

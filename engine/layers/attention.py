@@ -120,12 +120,16 @@ class GatedAttention(_Around):
 
     q_size: int  # of this rank
     head_dim: int
+    order: Tensor | None = None  # [head_dim] int64, of a query or key; None: the product has its numbers in it
 
     def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store the new tokens' KV and return the gated values: [num_tokens, in_size] -> [num_tokens, q_size]."""
         inner = self.inner
         queries, kv = inner.qkv(normed).tensor_split([2 * self.q_size], 1)
         q, gate = queries.unflatten(1, (-1, 2, self.head_dim)).unbind(2)
+        if self.order is not None:
+            k, v = kv.unflatten(1, (2, -1, self.head_dim)).unbind(1)
+            q, kv = q.index_select(2, self.order), torch.cat([k.index_select(2, self.order), v], 1).flatten(1)
         heads = LayerHeads(inner.index, inner.head_norms, inner.window, inner.sinks)
         attended = context(torch.cat([q.flatten(1), kv], 1), heads)
         return attended * torch.sigmoid(gate.flatten(1))

@@ -1,16 +1,17 @@
 """The layer with a gated delta rule in place of attention (Qwen3-Next, Qwen3.5 and Kimi-Linear).
 
-The layer has two pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
-projections for each token. DELTA_STATES holds the recurrent state after each block of tokens, divided among the slots
-of the block.
+The layer has three pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
+projections for each token. DELTA_UPDATES holds what each token adds to the state, before its key. DELTA_STATES holds
+the recurrent state after each block of tokens, divided among the slots of the block.
 
-    tokens   | block                 | block                 |  part of a block
-    pages    | rows, state after it  | rows, state after it  |  rows
+    tokens   | block                          | block                          |  part of a block
+    pages    | rows, updates, state after it  | rows, updates, state after it  |  rows, updates
 
 A forward reads the state at the end of the last whole block before its new tokens, and the rows since. It computes
 these rows once more, and then the new ones. So prompts, chunks, single steps and drafts are computed in the same way
-(kernels/state/delta_rule.py). A sequence needs the pages of two blocks, however long it is. Another text may continue
-behind a cached page, because the page holds the state at its end.
+(kernels/state/delta_rule.py). The kernels of a round read the updates of earlier rows instead of computing them once
+more (kernels/state/paged_delta.py). A sequence needs the pages of two blocks, however long it is. Another text may
+continue behind a cached page, because the page holds the state at its end.
 
 If new tokens complete a block, the forward writes the state after it, even if some of them are drafts. If the target
 rejects such a draft, the next round begins inside this block. It writes the rows and the state again before a forward
@@ -19,18 +20,20 @@ reads them. A forward never writes a state that it reads, so it may be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.products.norm import rms_norm
+from ...kernels.operations import captures
+from ...kernels.products.norm import Norm, rms_norm
 from ...kernels.state.delta_rule import DeltaWeights, gated_delta_rule
+from ...kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools, delta_prompt, delta_round, gate_heads
 from ..attention.context import AttentionContext
 from ..attention.pool_rows import NewRows, PoolRows
-from ..checkpoint.model_config import DELTA_ROWS, DELTA_STATES, delta_block
+from ..checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DELTA_UPDATES, delta_block
 from ..products.base import Rows
 from ..products.linear import Linear
 
@@ -40,7 +43,7 @@ class DeltaNet:
     """A `SelfAttention` (decoder.py) with a gated delta rule."""
 
     place: int  # of the layer in its pools
-    inputs: Linear  # hidden_size -> the parts of `part_sizes`, each divided by key heads, or of a low rank
+    inputs: tuple[Linear, ...]  # hidden_size -> the parts of `part_sizes`, divided by key heads, or of a low rank
     part_sizes: tuple[int, ...]  # of the projections; together they give each key head q, k, values, gates, b and a
     ups: tuple[Linear | None, ...]  # of each part: from its low rank to all key heads; None: it is divided by them
     weights: DeltaWeights
@@ -50,15 +53,17 @@ class DeltaNet:
     out: Linear  # num_value_heads * value_dim -> hidden_size
 
     @property
-    def reader(self) -> Linear:
-        return self.inputs
+    def reader(self) -> Linear | None:
+        return self.inputs[0] if len(self.inputs) == 1 else None
 
     def __call__(self, normed: Rows, context: AttentionContext) -> Tensor:
         """Store the new tokens' rows and the states that they complete, and return the gated outputs: [num_tokens,
         hidden_size] -> [num_tokens, num_value_heads * value_dim]."""
         weights, (num_heads, num_shared, _, value_dim) = self.weights, self.weights.state_shape
-        parts = zip(self.inputs(normed).split(self.part_sizes, 1), self.ups, strict=True)
+        parts = zip(self._projected(normed), self.ups, strict=True)
         of_heads = [(part if up is None else up(part)).unflatten(1, (num_heads, -1)) for part, up in parts]
+        if captures(of_heads[0].device) and len(of_heads[0]) and weights.dt_bias.shape[2] == 1:
+            return self._by_kernels(of_heads, context.further)
         num_channels, num_gates = weights.taps.shape[1], num_shared * value_dim
         qkv, gate, ba = torch.cat(of_heads, 2).tensor_split([num_channels, num_channels + num_gates], 2)
         rows = torch.cat([qkv, ba], 2)
@@ -69,6 +74,32 @@ class DeltaNet:
         y = rms_norm(outputs.flatten(0, 1), self.norm, self.eps).view_as(outputs)
         return (y * self.activation(gate.reshape(outputs.shape).float())).to(rows.dtype).flatten(1)
 
+    def _projected(self, normed: Rows) -> Sequence[Tensor]:
+        """Return the parts of the input projections, each [num_tokens, size]. A part is a view of one projection."""
+        projected, parts = [linear(normed) for linear in self.inputs], list[Tensor]()
+        for size in self.part_sizes:
+            if projected[0].shape[1] == 0:
+                projected.pop(0)
+            parts.append(projected[0][:, :size])
+            projected[0] = projected[0][:, size:]
+        return parts
+
+    def _by_kernels(self, parts: Sequence[Tensor], rows: PoolRows) -> Tensor:
+        """Do the work of a forward by kernels that read and write pages in place. `parts`: each [num_tokens,
+        num_key_heads, width]."""
+        assert self.activation is F.silu, self.activation
+        inputs, weights = _divided(parts, self.weights), self.weights
+        pools = DeltaPools(*(rows.pools[name][self.place] for name in (DELTA_ROWS, DELTA_UPDATES, DELTA_STATES)))
+        outputs: list[Tensor] = []
+        for tokens, plan in rows.once("delta", lambda: _plans(rows)):
+            own = DeltaInputs(*(each[tokens] for each in inputs))
+            if plan.is_round:
+                outputs.append(delta_round(own, weights, pools, plan, is_alone=len(rows.batches) == 1))
+            else:
+                outputs.append(delta_prompt(own, weights, pools, plan))
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1])
+        return gate_heads(whole, inputs.gate, Norm(self.norm, self.eps))
+
     def _outputs(self, pools: PoolRows, new: NewRows, rows: Tensor) -> Tensor:
         """Return the outputs of one sequence's new tokens, [num_new, num_value_heads, value_dim] float32. `rows`
         [num_new, num_key_heads, width] are theirs."""
@@ -77,11 +108,14 @@ class DeltaNet:
         first = edge - weights.num_before
         before = pools.read(DELTA_ROWS, self.place, new.pages, max(0, first), new.start)
         rows = torch.cat([F.pad(before, (0, 0, 0, 0, max(0, -first), 0)), rows])
-        outputs, states = gated_delta_rule(rows, self._state(pools, new.pages, edge, block), weights, block)
-        for state in states:
+        made = gated_delta_rule(rows, self._state(pools, new.pages, edge, block), weights, block)
+        num_old = new.start - edge
+        updates = made.updates[num_old:].unflatten(1, weights.state_shape[:2]).flatten(2)
+        pools.write(DELTA_UPDATES, self.place, new.pages, new.start, updates)
+        for state in made.states:
             self._keep(pools, new.pages, edge, block, state)
             edge += block
-        return outputs[len(outputs) - (new.tokens.stop - new.tokens.start) :]
+        return made.outputs[num_old:]
 
     def _state(self, pools: PoolRows, pages: Tensor, edge: int, block: int) -> Tensor:
         """Return the state at `edge`, the end of a block; zeros at the start of the text."""
@@ -95,3 +129,30 @@ class DeltaNet:
         """Keep the state after the block that begins at `start`."""
         divided = F.pad(state.flatten(1), (0, block * pools.pools[DELTA_STATES].shape[5] - state[0].numel()))
         pools.write(DELTA_STATES, self.place, pages, start, divided.unflatten(1, (block, -1)).transpose(0, 1))
+
+
+def _divided(parts: Sequence[Tensor], weights: DeltaWeights) -> DeltaInputs:
+    """Return the numbers of each kind as views of the projections' outputs, whose `parts` are side by side for each key
+    head. A kind lies in one part."""
+    _, num_shared, _, value_dim = weights.state_shape
+    rest, found = list(parts), list[Tensor]()
+    for width in (weights.taps.shape[1], num_shared * value_dim, num_shared, num_shared):
+        if rest[0].shape[2] == 0:
+            rest.pop(0)
+        found.append(rest[0][:, :, :width])
+        rest[0] = rest[0][:, :, width:]
+    return DeltaInputs(*found)
+
+
+def _plans(rows: PoolRows) -> list[tuple[slice, DeltaPlan]]:
+    """Return the tokens of each batch of a forward and their plan, the last batch first: the first one may have the
+    next token of a sequence in it."""
+    plans, first = list[tuple[slice, DeltaPlan]](), 0
+    for batch in rows.batches:
+        tokens = slice(first, first + batch.num_tokens)
+        block, first = delta_block(batch.page_size), tokens.stop
+        if batch.num_tokens:
+            table, lens = batch.block_table, batch.seq_lens
+            plan = DeltaPlan.of(table, lens, batch.starts, batch.num_tokens, batch.page_size, block)
+            plans.append((tokens, plan))
+    return plans[::-1]

@@ -69,7 +69,7 @@ def _read_delta_net(config: ModelConfig, delta: DeltaConfig, weights: Weights, p
     own = delta_weights(delta, weights, HEADS_OUT, torch.cat([taps("q"), taps("k"), taps("v")], 1), a_log, dt_bias)
     return DeltaNet(
         place,
-        inputs,
+        (inputs,),
         tuple(width if name in ups else width // num_heads * len(own.taps) for name, width in widths.items()),
         tuple(map(ups.get, widths)),
         own,

@@ -94,8 +94,13 @@ def read_attention(
     """Read the projections and norms of the attention layer `prefix`."""
     q_size = config.q_size * (2 if config.has_output_gate else 1)
     sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": config.kv_size, f"{prefix}.v_proj": config.kv_size}
-    orders = {name: head_order(config, size) for name, size in list(sizes.items())[:2]} if config.rotary_dim else {}
-    if config.rotary_dim and config.has_output_gate:
+    order, orders = None, {}
+    if config.has_cut_heads:
+        assert config.has_output_gate, config
+        order = head_order(config, config.head_dim).to(weights.device)
+    elif config.rotary_dim:
+        orders = {name: head_order(config, size) for name, size in list(sizes.items())[:2]}
+    if orders and config.has_output_gate:
         orders[f"{prefix}.q_proj"] = _gated_order(config)
     split = heads_out(config.num_heads, config.num_kv_heads)
     norms = wide_norms = None
@@ -123,7 +128,9 @@ def read_attention(
         sinks,
     )
     return (
-        GatedAttention(attention, weights.own(config).q_size, config.head_dim) if config.has_output_gate else attention
+        GatedAttention(attention, weights.own(config).q_size, config.head_dim, order)
+        if config.has_output_gate
+        else attention
     )
 
 

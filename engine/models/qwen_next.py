@@ -6,6 +6,7 @@ key head together, Qwen3.5 the queries of all heads, then their keys, then their
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -78,12 +79,16 @@ def _read_delta_net(
         sizes |= {"in_proj_b": num_values, "in_proj_a": num_values}
         orders = {f"{prefix}.in_proj_qkv": channels}
     split = Split("heads", 0, (num_heads,) * len(sizes))
-    inputs = weights.fused(
-        {f"{prefix}.{name}": size for name, size in sizes.items()},
-        config.hidden_size,
-        bias=False,
-        split=split,
-        orders=orders,
+    named = [(f"{prefix}.{name}", size) for name, size in sizes.items()]
+    inputs = tuple(
+        weights.fused(
+            dict(together),
+            config.hidden_size,
+            bias=False,
+            split=Split("heads", 0, (num_heads,) * len(together)),
+            orders={name: order for name, order in orders.items() if name in dict(together)},
+        )
+        for together in (list(group) for _, group in itertools.groupby(named, lambda each: weights.is_scaled(each[0])))
     )
     taps = weights.tensor(f"{prefix}.conv1d.weight", len(channels), 1, delta.num_taps, dtype=torch.float32)
     a_log, dt_bias = (

@@ -61,30 +61,39 @@ class DeltaWeights(NamedTuple):
         return self.a_log.shape[0], self.a_log.shape[1], self.key_dim, self.value_dim
 
 
-def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: int) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs of rows, [num_rows - num_before, num_value_heads, value_dim] float32, and the states after the
-    whole blocks among them, each as `state`.
+class DeltaOutputs(NamedTuple):
+    """What follows from rows. `num` is their number without those before the first block."""
+
+    outputs: Tensor  # [num, num_value_heads, value_dim] float32
+    updates: Tensor  # likewise, U of each row
+    states: list[Tensor]  # after the whole blocks, each as the state before
+
+
+def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: int) -> DeltaOutputs:
+    """Return the outputs and updates of rows, and the states after the whole blocks among them.
 
     `rows` [num_rows, num_key_heads, 2 * key_dim + num_shared * (value_dim + 1 + decay_dim)] begin `num_before` rows
     before a block, zeros before the text. `state` is float32 of `state_shape`, the state at that block."""
     assert rows.shape[1:] == (len(weights.taps), weights.width), (rows.shape, weights.width)
     assert state.shape == weights.state_shape and state.dtype == torch.float32, (state.shape, state.dtype)
     outputs: list[Tensor] = []
+    updates: list[Tensor] = []
     states: list[Tensor] = []
     for start in range(0, len(rows) - weights.num_before, block):
         part = rows[start : start + weights.num_before + block]
         num_new = len(part) - weights.num_before
-        output, after = _compute_block(F.pad(part, (0, 0, 0, 0, 0, block - num_new)).float(), state, weights)
+        output, update, after = _compute_block(F.pad(part, (0, 0, 0, 0, 0, block - num_new)).float(), state, weights)
         outputs.append(output[:num_new])
+        updates.append(update[:num_new])
         if num_new == block:
             state = after
             states.append(after)
-    return torch.cat(outputs), states
+    return DeltaOutputs(torch.cat(outputs), torch.cat(updates), states)
 
 
-def _compute_block(rows: Tensor, state: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a block [block, num_value_heads, value_dim], and the state after it. `rows` are float32,
-    those of the block behind `num_before` others."""
+def _compute_block(rows: Tensor, state: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the outputs of a block [block, num_value_heads, value_dim], its updates likewise, and the state after it.
+    `rows` are float32, those of the block behind `num_before` others."""
     num_before, num_channels = weights.num_before, weights.taps.shape[1]
     _, num_shared, key_dim, value_dim = state.shape
     block = len(rows) - num_before
@@ -106,7 +115,7 @@ def _compute_block(rows: Tensor, state: Tensor, weights: DeltaWeights) -> tuple[
     output = (decay.exp() * q) @ state + _decayed_products(q, k, decay) @ update
     last = decay[:, :, -1:]
     after = last.exp().transpose(2, 3) * state + ((last - decay).exp() * k).transpose(2, 3) @ update
-    return output.permute(2, 0, 1, 3).flatten(1, 2), after
+    return output.permute(2, 0, 1, 3).flatten(1, 2), update.permute(2, 0, 1, 3).flatten(1, 2), after
 
 
 def _decayed_products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:

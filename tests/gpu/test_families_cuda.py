@@ -16,6 +16,7 @@ from entry_formats import in_published_formats
 from matrix import CELLS, PAGE_SIZE, Plain, run_cell
 from model_pools import pages_for
 from node_pair import NodePair, Result, params
+from own_mtp import with_qwen_mtp
 from quantized import SCHEMES, quantized
 
 from baton.engine.config import EngineConfig
@@ -57,12 +58,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "global_head_dim": 32,
         },
     ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_next of published heads": ("qwen3_next", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}),
     "mimo": ("mimo_v2_flash", {}),
     "mimo of published heads": ("mimo_v2_flash", {"head_dim": 192, "v_head_dim": 128, "sliding_window": 33}),
     "gemma3 of published heads": ("gemma3_text", {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 33}),
 }
 DRAFTED = [(name, drafter) for name in FAMILIES for drafter in ("eagle3", "ngram")]
 DRAFTED.remove(("gemma4 with experts", "eagle3"))  # the attention of trees is that of gemma4
+DELTA_RULES = ["qwen3_next", "qwen3_5", "qwen3_next of published heads"]
+DRAFTED = [each for each in DRAFTED if each[1] == "ngram" or each[0] not in DELTA_RULES]  # trees are refused
 
 # entries of 4 and of 128 tokens, and a window of 128
 PUBLISHED_ENTRIES: dict[str, Any] = {"compress_rates": None, "sliding_window": 128, "index_n_heads": 32, "hc_mult": 4}
@@ -92,6 +98,19 @@ def test_drafts_by_prediction_layers_of_the_checkpoint(name: str, checkpoint: Ch
     check_texts(model, drafters.settings(name, model, tmp_path, steps=3))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_delta_rules_with_drafts_by_their_layer(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    check_texts(with_qwen_mtp(checkpoint(family), tmp_path / "model"), {"speculative": "mtp", "draft_steps": 3})
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_delta_rules_in_pages_of_the_usual_length(steps: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Prompts end on both sides of edges, cold and as prefix hits, and rounds pass edges."""
+    model = with_qwen_mtp(checkpoint("qwen3_next"), tmp_path / "model")
+    drafts = {"speculative": "mtp", "draft_steps": steps} if steps else {"speculative": "none"}
+    check_pages(model, {"page_size": 64, **drafts}, (1, 3, 61, 63, 64, 65, 127, 131))
+
+
 def test_entries_with_drafts_by_ngrams(checkpoint: Checkpoint) -> None:
     check_texts(checkpoint("deepseek_v4"), {"speculative": "ngram", "draft_steps": 3})
 
@@ -101,13 +120,18 @@ def test_entries_in_pages_of_the_published_length(steps: int, checkpoint: Checkp
     """Prompts end on both sides of pages and entries, cold and as prefix hits."""
     model = drafters.target_of(drafters.STREAM_MTP, checkpoint, **PUBLISHED_ENTRIES)
     drafts = {"speculative": "mtp", "draft_steps": steps} if steps else {"speculative": "none"}
-    common: dict[str, Any] = {"page_size": 128, "num_pages": 40, "chunk_tokens": 100, "max_running": 4, **drafts}
+    check_pages(model, {"page_size": 128, **drafts}, (3, 125, 127, 128, 129, 131, 255, 260))
+
+
+def check_pages(model: Path, settings: dict[str, Any], lens: Sequence[int]) -> None:
+    """Compare the texts behind prompts of these lengths with those of the CPU, cold and as prefix hits."""
+    common: dict[str, Any] = {"num_pages": 40, "chunk_tokens": 100, "max_running": 4, **settings}
     found: list[list[Result]] = []
     for device in ("cpu", "cuda"):
         both = common | {"device": device, "dtype": "float32"}
         with closing(NodePair(model, prefill=both, decode=both)) as pair:
             for is_hit in (False, True):
-                for num in (3, 125, 127, 128, 129, 131, 255, 260):
+                for num in lens:
                     prompt = torch.randint(1, 512, (num,), generator=torch.Generator().manual_seed(num)).tolist()
                     pair.submit(f"{num} {is_hit}", prompt, params(12))
                 pair.run()
@@ -143,6 +167,12 @@ def test_logits(name: str, checkpoint: Checkpoint) -> None:
 def test_logits_of_entries(config: dict[str, Any], num_tokens: int, chunks: list[int], checkpoint: Checkpoint) -> None:
     page_size = 128 if config else 16
     check_logits(checkpoint("deepseek_v4", **config), EXACT, num_tokens, chunks, page_size=page_size)
+
+
+@pytest.mark.parametrize("name", DELTA_RULES)
+def test_logits_of_delta_rules_over_edges(name: str, checkpoint: Checkpoint) -> None:
+    family, config = FAMILIES[name]
+    check_logits(checkpoint(family, **config), EXACT, 300, [100, 27, 1, 1, 130, 1, 40], page_size=64)
 
 
 def test_logits_of_entries_in_published_formats(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from baton.metadata.wire.request import Unit
 PAGE_SIZE = 4  # and of a block
 PROMPT = random.Random(8).choices(range(1, 512), k=41)
 NUM_TOKENS = 24
+KINDS = ["rows", "updates", "states"]  # of the pools behind that of KV
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +68,10 @@ def test_a_state_that_lacks_the_last_token_is_caught(
     rule = delta_net.gated_delta_rule
 
     def early(rows: Any, state: Any, weights: Any, block: int) -> Any:
-        outputs, _ = rule(rows, state, weights, block)
+        made = rule(rows, state, weights, block)
         skipped = rows.clone()
         skipped[weights.num_before + block - 1 :: block, :, weights.taps.shape[1] :] = -100.0  # no update, no decay
-        return outputs, rule(skipped, state, weights, block)[1]
+        return made._replace(states=rule(skipped, state, weights, block).states)
 
     monkeypatch.setattr(delta_net, "gated_delta_rule", early)
     with caught():
@@ -118,14 +119,14 @@ def test_rows_one_token_off_are_caught(model: Path, truth: list[int], monkeypatc
         assert served(model, truth) == truth
 
 
-@pytest.mark.parametrize("kind", ["rows", "states"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_wrong_number_on_the_wire_is_found(kind: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit changes behind its page's checksum, so the request ends with an error that names the page."""
     offer, flipped = HandoffServer.offer, []
     with node_pairs() as start:
         both = {"page_size": PAGE_SIZE, "num_pages": 100, "chunk_tokens": 64}
         pair = start(model, prefill=both, decode=both)
-        memory = pair.prefill.prompts.engine.memory[1 if kind == "rows" else 2]
+        memory = pair.prefill.prompts.engine.memory[1 + KINDS.index(kind)]
 
         def offered(self: HandoffServer, unit: Unit, indices: Any, pages: Any, *rest: Any) -> None:
             offer(self, unit, indices, pages, *rest)

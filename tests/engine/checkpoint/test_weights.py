@@ -185,6 +185,7 @@ def test_rows_are_put_in_order_with_their_scales() -> None:
     assert torch.equal(in_order(weight[:, 0], order, 1), expected[:, 0])  # a bias
     assert torch.equal(in_order(torch.tensor(2.0), order, 1), torch.tensor(2.0))  # one scale for all rows
     scales = torch.rand(2, 1)
-    assert in_order(scales, order, 2) is scales  # each row stays in its block
+    assert torch.equal(in_order(scales, order, 2), scales)  # each row stays in its block
+    assert torch.equal(in_order(scales, torch.tensor([2, 3, 1, 0]), 2), scales.flip(0))  # both blocks move
     with pytest.raises(ModelError, match="rows of blocks of 3 that share a scale cannot be put into another order"):
         in_order(scales, torch.tensor([0, 1, 3, 2, 4, 5]), 3)

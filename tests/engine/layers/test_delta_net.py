@@ -18,6 +18,7 @@ from baton.engine.layers.delta_net import DeltaNet
 from baton.engine.products.linear import Linear
 from baton.engine.rounds.batch import ForwardBatch, JointBatch
 from baton.engine.work import BatchRow
+from baton.kernels.operations import preferring
 from baton.kernels.state.delta_rule import DeltaWeights
 
 # 16 values: torch computes numbers that fill no vector of the processor by other instructions, which round otherwise
@@ -41,7 +42,7 @@ def layer(delta: DeltaConfig) -> DeltaNet:
     size = delta.num_value_heads * delta.value_dim
     return DeltaNet(
         1,
-        Linear.dense(torch.eye(width(delta))),
+        (Linear.dense(torch.eye(width(delta))),),
         (width(delta),),
         (None,),
         DeltaWeights(taps, a_log, dt_bias, delta.key_dim, delta.value_dim),
@@ -126,3 +127,21 @@ def test_a_rank_without_sequences_has_no_outputs() -> None:
     text = Text(4)
     batch = ForwardBatch.build([], 4, "cpu")
     assert text.run(torch.zeros(0, width(DELTA)), batch).shape == (0, DELTA.num_value_heads * DELTA.value_dim)
+
+
+def test_kernels_have_the_numbers_of_plain_torch() -> None:
+    """A chunk, a round over an edge, and the next token of the sequence beside its chunk."""
+    pytest.importorskip("triton")
+    hidden, text = hidden_states(num_tokens=50), Text(32)
+    expected = Text(32).outputs(hidden, [50])
+    with preferring("triton"):
+        outputs = [text.run(hidden[:29], text.batch(29, 0))]
+        position = torch.arange(29, 34)[None]
+        lens, table = torch.tensor([34]), torch.tensor(text.pages)[None]
+        outputs.append(text.run(hidden[29:34], ForwardBatch.uniform(position, position, lens, table, 32)))
+        position = torch.tensor([[49]])
+        first = ForwardBatch.uniform(position, position, torch.tensor([50]), table, 32)
+        both = JointBatch.of(first, text.batch(15, 34))
+        joint = text.run(torch.cat([hidden[49:], hidden[34:49]]), both)
+        outputs += [joint[1:], joint[:1]]
+    torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-4, rtol=1e-4)

@@ -43,7 +43,7 @@ def test_a_published_file_means_what_transformers_writes_for_it(tmp_path: Path) 
 def test_a_sequence_keeps_latents_of_seven_layers_and_the_states_of_twenty(tmp_path: Path) -> None:
     """A row of a token has a decay of each channel."""
     pool = read_model_config(write_config(tmp_path, FIELDS)).with_tail().pool("bfloat16", page_size=64)
-    [latents], (rows, states) = pool.planes, pool.further
+    [latents], (rows, _, states) = pool.planes, pool.further
     assert (pool.num_layers, latents.num_heads, latents.head_dim) == (7, 1, 512 + 64)
     assert [(each.num_layers, each.planes[0].num_heads) for each in (rows, states)] == [(20, 32), (20, 32)]
     assert rows.planes[0].head_dim == 3 * 128 + 1 + 128

@@ -92,11 +92,13 @@ def test_trees_of_drafts_are_refused(checkpoint: Callable[..., Path], tmp_path: 
 def test_a_page_has_a_row_of_each_token_and_the_states_that_end_in_it(checkpoint: Callable[..., Path]) -> None:
     config = read_model_config(checkpoint("qwen3_5_text"))
     for page_size in (4, 16, 64, 128):
-        kv, rows, states = (
+        kv, rows, updates, states = (
             config.pool("bfloat16", page_size=page_size),
             *config.pool("bfloat16", page_size=page_size).further,
         )
-        assert (kv.num_layers, rows.num_layers, states.num_layers) == (1, 3, 3)
+        assert (kv.num_layers, rows.num_layers, updates.num_layers, states.num_layers) == (1, 3, 3, 3)
+        [plane] = updates.planes
+        assert plane.dtype == "float32" and (plane.num_heads, plane.head_dim) == (2, 3 * 10)
         [plane] = states.planes
         num_states = max(1, page_size // 64)
         assert plane.dtype == "float32" and plane.num_heads == 2
@@ -127,4 +129,4 @@ def test_tail_pages_hold_the_block_before_and_what_a_convolution_reads(
     """Blocks of 64, 16, 4, 1, 2 and 2 tokens, and a convolution over four."""
     config = read_model_config(checkpoint("qwen3_next"))
     assert config.delta is not None and config.delta.num_taps == 4
-    assert [each.window(page_size) for each in config.further] == [window, window]
+    assert [each.window(page_size) for each in config.further] == [window] * 3

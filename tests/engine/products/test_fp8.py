@@ -111,6 +111,20 @@ def test_indexers_are_in_fp8_like_other_layers(checkpoint: Checkpoint, tmp_path:
     check(model, config, plain, SCHEMES["ue8m0"])
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_delta_rules_are_in_fp8_but_for_their_b_and_a(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Blocks of 128 rows are a head of the delta rule, and half a head of attention, a part of which is rotated."""
+    heads = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
+    plain = checkpoint(family, hidden_size=160, num_attention_heads=2, num_key_value_heads=1, **heads)
+    path = quantized(plain, tmp_path / "fp8", SCHEMES["blocks"])
+    config = read_model_config(path)
+    model = load_model(path, config, torch.float32, "cpu")
+    assert isinstance(model.stack, DecoderStack) and config.has_cut_heads
+    first, second = model.stack.layers[0].body.attention.inputs
+    assert isinstance(first.product, Fp8ProductOnCpu) and not isinstance(second.product, Fp8ProductOnCpu)
+    check(model, config, plain, SCHEMES["blocks"])
+
+
 @pytest.mark.parametrize("name", ["blocks", "w8a8", "fp8-static"])
 def test_attention_to_latents_multiplies_by_the_numbers_that_stored_weights_stand_for(
     name: str, checkpoint: Checkpoint, tmp_path: Path

@@ -47,7 +47,7 @@ def token_by_token(rows: Tensor, own: DeltaWeights) -> Tensor:
 @pytest.mark.parametrize(("block", "decay_dim"), [(1, 1), (4, KEY_DIM), (64, 1), (64, KEY_DIM)])
 def test_blocks_have_the_numbers_of_the_formula(block: int, decay_dim: int) -> None:
     own, rows = weights(decay_dim), rows_of(150, decay_dim)
-    outputs, states = gated_delta_rule(rows, torch.zeros(own.state_shape), own, block)
+    outputs, _, states = gated_delta_rule(rows, torch.zeros(own.state_shape), own, block)
     assert len(states) == 150 // block
     torch.testing.assert_close(outputs.double(), token_by_token(rows, own), atol=2e-6, rtol=0)
 
@@ -60,23 +60,23 @@ def test_state_at_an_edge_and_rows_since_are_the_whole_bit_for_bit(length: int, 
     """A text that ends at any token, and one that goes on from the last edge before it."""
     own, rows = weights(decay_dim), rows_of(length, decay_dim)
     start = torch.zeros(own.state_shape)
-    whole, states = gated_delta_rule(rows, start, own, block)
+    whole, updates, states = gated_delta_rule(rows, start, own, block)
     at_edge = [start, *states]
     for stop in range(1, length + 1):
         index = (stop - 1) // block
         edge = index * block
-        outputs, after = gated_delta_rule(rows[edge : stop + NUM_TAPS - 1], at_edge[index], own, block)
-        assert torch.equal(outputs, whole[edge:stop]), stop
+        outputs, added, after = gated_delta_rule(rows[edge : stop + NUM_TAPS - 1], at_edge[index], own, block)
+        assert torch.equal(outputs, whole[edge:stop]) and torch.equal(added, updates[edge:stop]), stop
         assert all(map(torch.equal, after, states[index:])), stop
     for index, state in enumerate(at_edge[: -(-length // block)]):
-        outputs, after = gated_delta_rule(rows[index * block :], state, own, block)
+        outputs, _, after = gated_delta_rule(rows[index * block :], state, own, block)
         assert torch.equal(outputs, whole[index * block :])
         assert all(map(torch.equal, after, states[index:]))
 
 
 def test_later_rows_do_not_touch_earlier_ones() -> None:
     own, rows = weights(), rows_of(70)
-    whole, _ = gated_delta_rule(rows, torch.zeros(own.state_shape), own, 64)
+    whole, *_ = gated_delta_rule(rows, torch.zeros(own.state_shape), own, 64)
     rows[NUM_TAPS - 1 + 41 :] *= 30
-    changed, _ = gated_delta_rule(rows, torch.zeros(own.state_shape), own, 64)
+    changed, *_ = gated_delta_rule(rows, torch.zeros(own.state_shape), own, 64)
     assert torch.equal(changed[:41], whole[:41]) and not torch.equal(changed[41:], whole[41:])

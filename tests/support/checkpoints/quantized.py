@@ -26,6 +26,7 @@ _WITHOUT_ROUNDING = "kv_b_proj"  # attention multiplies by parts of it, and roun
 _OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", _WITHOUT_ROUNDING)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _PROJECTIONS += (*_OF_LATENTS, "wq_b", "wk")  # the last two: of indexers
+_PROJECTIONS += ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")  # of a delta rule, without b and a
 
 
 class Roundings:

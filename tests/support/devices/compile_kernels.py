@@ -1,5 +1,5 @@
-"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `picks`, `fp8`, `routes`, `experts`
-or `fp8_pages`.
+"""Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `picks`, `fp8`, `routes`,
+`experts`, `fp8_pages` or `delta`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs.
@@ -306,10 +306,38 @@ def _fp8_pages() -> None:
         print(f"{kv[1:]} move", compiled_bytes(triton_trees._move_kernel, moves, types | {"kv": kv}, num_warps=1))
 
 
+def _delta() -> None:
+    from baton.kernels.state import triton_delta_gate, triton_delta_prompt, triton_delta_round
+
+    types = _TYPES | dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias"), "*fp32")
+    types["decays"] = "*fp32"
+    types |= dict.fromkeys(("starts", "stops", "tokens", "first_blocks", "block_seqs", "block_edges"), "*i32")
+    sizes = {"HEADS": 16, "SHARED": 2, "KEY_DIM": 128, "VALUE_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_K": 128}
+    strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
+    strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
+    for num_states in (32, 1024):
+        block_v, num_warps = triton_delta_round.tiles_of(num_states, 128)
+        constants = {**sizes, **strides, "STATE_PART": 512, "BLOCK_V": block_v, "ROWS": 16, "EARLY": True}
+        constants |= {"DEPENDENT": True, "WARPS": num_warps}
+        kernel = triton_delta_round._round_kernel
+        print(f"round {block_v}", compiled_bytes(kernel, constants, types, num_warps=num_warps))
+    kernel, constants = triton_delta_prompt._convolve_kernel, {**sizes, **strides, "ROWS": 64, "BLOCK_V": 128}
+    print("convolve", compiled_bytes(kernel, constants, types | dict.fromkeys("qk", "*fp16"), num_warps=8))
+    for precision, kept in (("tf32", "*fp16"), ("tf32x3", "*fp32")):
+        of_prompt, own = {**sizes, "ROWS": 64, "PRECISION": precision}, types | dict.fromkeys((*"qkw", "pairs"), kept)
+        kernel, constants = triton_delta_prompt._solve_kernel, {**of_prompt, "BLOCK_V": 64}
+        print(f"solve {precision}", compiled_bytes(kernel, constants, own, num_warps=8))
+        kernel, constants = triton_delta_prompt._pass_kernel, {**of_prompt, "STATE_PART": 512, "BLOCK_V": 32}
+        launch = {"num_warps": 4, "num_stages": 2 if kept == "*fp16" else 1}
+        print(f"pass {precision}", compiled_bytes(kernel, constants, own, **launch))
+    constants = {"GATE_HEAD": 768, "VALUES": 32, "SHARED": 2, "DIM": 128, "BLOCK": 128, "ROWS": 4, "DEPENDENT": True}
+    print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants, types, num_warps=4))
+
+
 if __name__ == "__main__":
     if not IS_WHOLE:
         _end_when_bytes_are_known()
     groups = {"latents": _latents, "picks": _picks, "fp8": _fp8, "routes": _routes, "experts": _experts}
-    groups |= {"fp8_pages": _fp8_pages}
+    groups |= {"fp8_pages": _fp8_pages, "delta": _delta}
     for group in sys.argv[1:]:
         groups[group]()

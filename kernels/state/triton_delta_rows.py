@@ -1,0 +1,150 @@
+"""Parts of the kernels of the gated delta rule: the rows of tokens, convolved, and their decays.
+
+A row lies in a pool, or in the output of the forward's projections if its token is new.
+"""
+
+# ruff: noqa: N803
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .delta_rule import DeltaWeights
+from .paged_delta import DeltaInputs, DeltaPlan, DeltaPools
+
+TILE = 16  # rows, the fewest of a product
+
+# The prompt's products with float32 numbers. "tf32" rounds both sides to 11 bits, "tf32x3" adds the products of the
+# rests. A round is always "tf32x3".
+PRECISIONS = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
+
+
+def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, plan: DeltaPlan) -> None:
+    """Check the shapes of a layer's arguments once."""
+    num_tokens, num_heads, num_channels = inputs.qkv.shape
+    _, num_shared, key_dim, value_dim = weights.state_shape
+    assert num_channels == 2 * key_dim + num_shared * value_dim, (inputs.qkv.shape, weights.state_shape)
+    assert inputs.b.shape == inputs.a.shape == (num_tokens, num_heads, num_shared), (inputs.b.shape, inputs.a.shape)
+    assert weights.taps.shape[:2] == (num_heads, num_channels) and weights.taps.is_contiguous(), weights.taps.shape
+    assert weights.a_log.is_contiguous() and weights.dt_bias.is_contiguous()
+    assert weights.dt_bias.numel() == num_heads * num_shared, "kernels have one decay per value head"
+    assert inputs.qkv.stride(2) == inputs.b.stride(2) == inputs.a.stride(2) == 1, [each.stride() for each in inputs]
+    assert inputs.b.stride(0) == inputs.a.stride(0), (inputs.b.stride(), inputs.a.stride())
+    page_size = pools.rows.shape[3]
+    widths = [num_channels + 2 * num_shared, num_shared * value_dim, pools.states.shape[4]]
+    for pool, width in zip(pools, widths, strict=True):
+        assert pool.is_contiguous() and pool.shape[1:] == (1, num_heads, page_size, width), (pool.shape, width)
+    assert plan.block * widths[2] >= num_shared * key_dim * value_dim and page_size % plan.block == 0, plan.block
+
+
+@triton.jit
+def places(slots, is_row, pages_ptr, head, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Return the numbers of rows of one head in a pool, int64, given their slots of any shape."""
+    page = tl.load(pages_ptr + slots // PAGE_SIZE, mask=is_row, other=0)
+    return (page * HEADS + head) * PAGE_SIZE + slots % PAGE_SIZE
+
+
+@triton.jit
+def convolved(
+    slots,  # [M] int32
+    is_row,  # [M] bool
+    channels,  # [N] int32, of a head
+    is_channel,  # [N] bool
+    new_ptr,  # the projections' output of this head for the token at slot `start`, tokens token_stride apart
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, WIDTH]
+    pages_ptr,  # [max_pages] int64
+    taps_ptr,  # [CHANNELS, TAPS] float32, of this head
+    start,  # the slot of the first new token
+    token_stride,
+    head,
+    HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    HAS_NEW: tl.constexpr,  # some of the rows are new
+):
+    """Return rows behind the convolution and silu, [M, N] float32; zeros where `is_row` or `is_channel` is False."""
+    is_in = is_row[:, None] & is_channel[None, :]
+    mixed = tl.zeros([slots.shape[0], channels.shape[0]], tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = slots - (TAPS - 1) + tap
+        is_old = is_row & (at >= 0) & (at < start)
+        row = places(at, is_old, pages_ptr, head, HEADS, PAGE_SIZE)
+        old = rows_ptr + row[:, None] * WIDTH + channels[None, :]
+        x = tl.load(old, mask=is_old[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
+        if HAS_NEW:
+            new = new_ptr + (at - start).to(tl.int64)[:, None] * token_stride + channels[None, :]
+            x += tl.load(new, mask=is_in & (at >= start)[:, None], other=0.0).to(tl.float32)
+        mixed += x * tl.load(taps_ptr + channels * TAPS + tap, mask=is_channel, other=0.0)[None, :]
+    return mixed * tl.sigmoid(mixed)
+
+
+@triton.jit
+def unit(x):
+    """Return rows [M, N] of length one. Rows of zeros stay zeros."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def numbers(
+    slots,  # [M] int32
+    is_row,  # [M] bool
+    column,  # of the number in a stored row
+    new_ptr,  # this head's number of the token at slot `start`, tokens token_stride apart
+    rows_ptr,
+    pages_ptr,
+    start,
+    token_stride,
+    head,
+    HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_NEW: tl.constexpr,
+):
+    """Return one number of each row, [M] float32; zeros where `is_row` is False."""
+    is_old = is_row & (slots < start)
+    row = places(slots, is_old, pages_ptr, head, HEADS, PAGE_SIZE)
+    x = tl.load(rows_ptr + row * WIDTH + column, mask=is_old, other=0.0).to(tl.float32)
+    if HAS_NEW:
+        new = new_ptr + (slots - start).to(tl.int64) * token_stride
+        x += tl.load(new, mask=is_row & (slots >= start), other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def decays(a, is_row, a_log, dt_bias):
+    """Return the logarithms by which states decay at rows, [M] float32, zeros where `is_row` is False: -exp(a_log)
+    softplus(a + dt_bias). The logarithm of a sum with one is exact also where that sum rounds."""
+    x = a + dt_bias
+    e = tl.exp(tl.minimum(x, 20.0))
+    one = 1.0 + e
+    log = tl.where(one == 1.0, e, tl.log(one) * (e / tl.where(one == 1.0, 1.0, one - 1.0)))
+    return tl.where(is_row, -tl.exp(a_log) * tl.where(x > 20.0, x, log), 0.0)
+
+
+@triton.jit
+def store_rows(
+    slots,  # [M] int32, of new rows
+    is_row,  # [M] bool
+    columns,  # [N] int32
+    is_column,  # [N] bool
+    first_column,  # in a stored row, of the first number at `new_ptr`
+    new_ptr,
+    rows_ptr,
+    pages_ptr,
+    start,
+    token_stride,
+    head,
+    HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Store some numbers of new rows in the pool."""
+    is_in = is_row[:, None] & is_column[None, :]
+    x = tl.load(new_ptr + (slots - start).to(tl.int64)[:, None] * token_stride + columns[None, :], mask=is_in)
+    row = places(slots, is_row, pages_ptr, head, HEADS, PAGE_SIZE)
+    at = rows_ptr + row[:, None] * WIDTH + first_column + columns[None, :]
+    tl.store(at, x.to(rows_ptr.dtype.element_ty), mask=is_in)

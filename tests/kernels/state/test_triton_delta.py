@@ -1,0 +1,163 @@
+"""The gated delta rule by Triton against its reference, on a GPU if there is one, otherwise in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from triton_device import DEVICE, random
+
+pytest.importorskip("triton")
+
+from baton.kernels.products.norm import Norm
+from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule
+from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools, delta_prompt, delta_round, gate_heads
+
+TAPS = 4
+
+
+class Sizes(NamedTuple):
+    """The sizes of a layer and its pages."""
+
+    num_heads: int = 2
+    num_shared: int = 2
+    key_dim: int = 12
+    value_dim: int = 10
+    page_size: int = 32
+
+    @property
+    def block(self) -> int:
+        return min(64, self.page_size)
+
+    @property
+    def num_channels(self) -> int:
+        return 2 * self.key_dim + self.num_shared * self.value_dim
+
+    def weights(self) -> DeltaWeights:
+        heads = self.num_heads, self.num_shared
+        taps = random(self.num_heads, self.num_channels, TAPS, seed=1)
+        return DeltaWeights(taps, random(*heads, seed=2), random(*heads, 1, seed=3), self.key_dim, self.value_dim)
+
+    def inputs(self, num_tokens: int) -> Tensor:
+        """The projections' output for a text, q, k, v, gates, b and a of each key head, [num_tokens, heads, width]."""
+        width = self.num_channels + self.num_shared * (self.value_dim + 2)
+        return random(num_tokens, self.num_heads, width, seed=4)
+
+    def views(self, inputs: Tensor) -> DeltaInputs:
+        sizes = [self.num_channels, self.num_shared * self.value_dim, self.num_shared, self.num_shared]
+        return DeltaInputs(*inputs.split(sizes, 2))
+
+    def expected(self, inputs: Tensor) -> DeltaOutputs:
+        qkv, _, b, a = self.views(inputs)
+        rows = torch.cat([qkv, b, a], 2)
+        rows = torch.cat([rows.new_zeros(TAPS - 1, *rows.shape[1:]), rows])
+        own = self.weights()
+        return gated_delta_rule(rows, torch.zeros(own.state_shape, device=DEVICE), own, self.block)
+
+
+class Texts:
+    """Sequences of the same text in pools that are full of NaN, with scattered pages."""
+
+    def __init__(self, sizes: Sizes, num_tokens: int, num_seqs: int = 1) -> None:
+        self.sizes, self.weights = sizes, sizes.weights()
+        self.inputs, self.expected = sizes.inputs(num_tokens), sizes.expected(sizes.inputs(num_tokens))
+        page_size, heads, shared = sizes.page_size, sizes.num_heads, sizes.num_shared
+        per_seq = -(-num_tokens // page_size)
+        order = torch.randperm(num_seqs * per_seq, generator=torch.Generator().manual_seed(0)) + 1
+        self.table = order.view(num_seqs, per_seq).to(DEVICE)
+        part = -(-shared * sizes.key_dim * sizes.value_dim // sizes.block)
+        widths = sizes.num_channels + 2 * shared, shared * sizes.value_dim, part
+        shape = num_seqs * per_seq + 1, 1, heads, page_size
+        self.pools = DeltaPools(*(torch.full((*shape, width), torch.nan, device=DEVICE) for width in widths))
+
+    def run(self, spans: Sequence[tuple[int, int]], *, is_round: bool, is_alone: bool = True) -> None:
+        """Compute a span of each sequence and compare."""
+        inputs = torch.cat([self.inputs[slice(*span)] for span in spans])
+        lens = [stop - start for start, stop in spans]
+        starts = torch.tensor([0, *lens], dtype=torch.int32, device=DEVICE).cumsum(0).int()
+        seq_lens = torch.tensor([stop for _, stop in spans], device=DEVICE)
+        page_size, block = self.sizes.page_size, self.sizes.block
+        plan = DeltaPlan.of(self.table, seq_lens, None if is_round else starts, sum(lens), page_size, block)
+        assert plan.is_round == is_round
+        views = self.sizes.views(inputs)
+        if is_round:
+            out = delta_round(views, self.weights, self.pools, plan, is_alone=is_alone)
+        else:
+            out = delta_prompt(views, self.weights, self.pools, plan)
+        expected = torch.cat([self.expected.outputs[slice(*span)] for span in spans])
+        torch.testing.assert_close(out.float(), expected, atol=2e-5, rtol=1e-5)
+
+    def check(self, seq: int, stop: int) -> None:
+        """Compare what lies in the pools for a sequence of `stop` tokens."""
+        sizes, (rows, updates, states) = self.sizes, (pool[self.table[seq], 0].transpose(1, 2) for pool in self.pools)
+        qkv, _, b, a = sizes.views(self.inputs)
+        rows, updates = rows.flatten(0, 1), updates.flatten(0, 1)
+        assert torch.equal(rows[:stop], torch.cat([qkv, b, a], 2)[:stop]) and rows[stop:].isnan().all()
+        torch.testing.assert_close(
+            updates[:stop].reshape(stop, -1), self.expected.updates[:stop].flatten(1), atol=2e-5, rtol=1e-5
+        )
+        assert updates[stop:].isnan().all()
+        size, states = sizes.num_shared * sizes.key_dim * sizes.value_dim, states.flatten(0, 1)
+        for i in range(len(states) // sizes.block):
+            own = states[i * sizes.block : (i + 1) * sizes.block].transpose(0, 1).flatten(1)
+            if (i + 1) * sizes.block > stop:
+                assert own.isnan().all()
+                continue
+            expected = self.expected.states[i].flatten(1)
+            torch.testing.assert_close(own[:, :size], expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [32, *(pytest.param(each, marks=pytest.mark.whole) for each in (4, 128))])
+def test_rounds_are_the_text_however_many_rows_they_have(page_size: int) -> None:
+    """Rounds of 1 to 11 rows over edges of blocks, some of which begin at one, with the drafts of a round rejected."""
+    num = 2 * min(64, page_size) + 8
+    text = Texts(Sizes(page_size=page_size), num)
+    start, round_len = 0, 1
+    while start < num:
+        stop = min(num, start + round_len)
+        text.run([(start, stop)], is_round=True, is_alone=start % 2 == 0)
+        start, round_len = max(start + 1, stop - round_len // 3), round_len % 11 + 5 if round_len < 11 else 1
+    text.check(0, num)
+
+
+@pytest.mark.parametrize("page_size", [4, 64, pytest.param(128, marks=pytest.mark.whole)])
+def test_prompts_are_the_text_however_they_are_divided(page_size: int) -> None:
+    """Chunks that end at edges, between them, and in their own block."""
+    sizes = Sizes(page_size=page_size)
+    num = 2 * sizes.block + 2 + sizes.block // 4
+    text, start = Texts(sizes, num), 0
+    for stop in (1, 3, sizes.block + 1, 2 * sizes.block, num):
+        text.run([(start, stop)], is_round=False)
+        start = stop
+    text.check(0, num)
+    whole = Texts(sizes, num)
+    whole.run([(0, num)], is_round=False)
+    for pool, expected in zip(text.pools, whole.pools, strict=True):
+        assert torch.equal(pool.nan_to_num(), expected.nan_to_num())
+
+
+def test_sequences_of_a_forward_are_apart() -> None:
+    """Chunks behind rounds, and rounds behind chunks, of two sequences, with 3 value heads for each key head."""
+    sizes = Sizes(num_shared=3, page_size=16)
+    text = Texts(sizes, 60, num_seqs=2)
+    text.run([(0, 21), (0, 2)], is_round=False)
+    text.run([(21, 24), (2, 5)], is_round=True)
+    text.run([(24, 50), (5, 23)], is_round=False)
+    text.run([(50, 52), (23, 25)], is_round=True)
+    text.check(0, 52)
+    text.check(1, 25)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_normed_and_gated(dtype: torch.dtype) -> None:
+    outputs, gate = random(3, 6, 10, dtype=dtype), random(3, 2, 47, dtype=dtype, seed=1)[:, :, 5:35]
+    norm = Norm(random(10, dtype=dtype, seed=2), 1e-6)
+    normed = torch.nn.functional.rms_norm(outputs.float(), (10,), norm.weight.float(), norm.eps)
+    expected = normed * torch.nn.functional.silu(gate.reshape(3, 6, 10).float())
+    tolerance = 1e-6 if dtype == torch.float32 else 2.0**-6
+    found = gate_heads(outputs, gate, norm)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected.flatten(1), atol=tolerance, rtol=tolerance)
