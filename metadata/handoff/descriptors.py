@@ -29,7 +29,7 @@ import socket
 import stat
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from ..errors import ConfigError, TransferError
@@ -202,7 +202,7 @@ def send_descriptors(inbox: str, token: bytes, descriptors: list[int]) -> None:
 
 
 @contextlib.contextmanager
-def _connected(inbox: str) -> Iterator[socket.socket]:
+def _connected(inbox: str) -> Generator[socket.socket]:
     """Return a connection to an inbox of this user. OSErrors of the block, too, are raised as TransferError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 from ..errors import TransferError
@@ -43,7 +43,7 @@ def send_memory(inbox: str, pools: Sequence[HostMemory]) -> bytes:
 
 
 @contextlib.contextmanager
-def memory_places(inbox: DescriptorInbox | None, welcome: LinkWelcome) -> Iterator[list[MemoryPlace]]:
+def memory_places(inbox: DescriptorInbox | None, welcome: LinkWelcome) -> Generator[list[MemoryPlace]]:
     """Yield the places of the pools that a welcome names: its `fds`, then the generations of rank 0, if another rank
     has said it. They are valid in the block. Raises TransferError if their descriptors have not come to our inbox."""
     places = [MemoryPlace(welcome.pid, fd, size) for fd, size in zip(welcome.fds, welcome.sizes, strict=False)]
