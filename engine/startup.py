@@ -274,6 +274,7 @@ def _is_allowed(config: EngineConfig, name: str) -> bool:
     missing = "--keys FILE" if transport.needs_page_port and config.keys is None else ""
     if transport.is_readable and not config.plain_pages:
         missing = "--plain-pages on both nodes"
+    missing = missing or transport.missing()
     if missing and config.transport == name:
         raise ConfigError(f"transport {name} needs {missing}; give it, or use auto")
     return not missing

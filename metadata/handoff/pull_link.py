@@ -209,7 +209,9 @@ class PullLink:
         if transport is None:
             return
         try:
-            yield from transport.step(POLL_BYTES)
+            for landed in transport.step(POLL_BYTES):
+                self.last_heard, self._has_asked, self._num_passed_over = self._clock(), False, 0
+                yield landed
         except Unreachable as error:
             if self.transport is transport:
                 transport.close()
@@ -383,7 +385,11 @@ class PullLink:
         return transport in self._hello.transports or (transport == RANKS and self._end.team is not None)
 
     def _start(self, message: LinkWelcome) -> None:
-        host = replace(self._host, handshake_s=self.handshake_s, round_trip_s=self.round_trip_s)
+        self.check_connection()
+        if self.lost is not None:
+            return
+        own_host = "" if self._connection is None else self._connection.own_host
+        host = replace(self._host, handshake_s=self.handshake_s, round_trip_s=self.round_trip_s, own_host=own_host)
         try:
             self.transport = transport_named(message.transport).open(replace(self._end, peer=host), message)
         except TransferError as error:

@@ -100,6 +100,7 @@ class PeerHost:
     clock: Callable[[], float]
     handshake_s: float = 0.0
     round_trip_s: float = 0.0
+    own_host: str = ""  # the address of ours that it sees; empty until the link is welcomed
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,11 @@ class Transport(ABC):
         self._queue: deque[Move] = deque()
 
     # --- the prefill node's side -----------------------------------------------------------------------------------
+
+    @classmethod
+    def missing(cls) -> str:
+        """Return what this machine lacks for the transport, and how to install it; empty if it lacks nothing."""
+        return ""
 
     @classmethod
     def can_serve(cls, pages: OfferedPages) -> bool:

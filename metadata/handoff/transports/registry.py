@@ -6,6 +6,7 @@ from .aes import AesTransport
 from .base import Transport
 from .cuda import CudaTransport
 from .local import LocalTransport
+from .nixl import NixlTransport
 from .plain import PlainTransport
 from .ranks import RanksTransport
 from .zmq import ZmqTransport
@@ -13,6 +14,7 @@ from .zmq import ZmqTransport
 TRANSPORTS: dict[str, type[Transport]] = {
     CudaTransport.name: CudaTransport,
     LocalTransport.name: LocalTransport,
+    NixlTransport.name: NixlTransport,
     PlainTransport.name: PlainTransport,
     AesTransport.name: AesTransport,
     ZmqTransport.name: ZmqTransport,

@@ -24,6 +24,7 @@ from baton.engine.startup import transports
 from baton.metadata.bus.addresses import host_identity
 from baton.metadata.errors import ConfigError, OutOfMemory, TransferError
 from baton.metadata.handoff.descriptors import new_token, send_descriptors
+from baton.metadata.handoff.nixl_agents import has_nixl
 from baton.metadata.handoff.pull_link import HELLO_S
 from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.tickets import TicketEnded, TicketFailed
@@ -312,7 +313,7 @@ def test_transports_are_named_best_first() -> None:
     with_keys = EngineConfig(keys="a.key"), EngineConfig(keys="a.key", plain_pages=True)
     assert [transports(each, on_cpu) for each in with_keys] == [  # type: ignore[arg-type]
         ("local", "aes", "zmq"),
-        ("local", "plain", "aes", "zmq"),
+        ("local", *(("nixl",) if has_nixl() else ()), "plain", "aes", "zmq"),
     ]
     for transport, words in (("aes", "--keys FILE"), ("plain", "--plain-pages on both nodes")):
         with pytest.raises(ConfigError, match=f"transport {transport} needs {words}"):
