@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Protocol
 
 from ..kernels.operations import captures
-from ..metadata.bus.addresses import parse_address, require_keys
+from ..metadata.bus.addresses import host_towards, parse_address, require_keys
 from ..metadata.bus.allow_list import RANK, ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
@@ -252,6 +252,7 @@ def make_endpoint(
         device=engine.device_pool,
         shard=engine.shard,
         keys=keys,
+        own_host=host_towards(config.router),
     )
 
 

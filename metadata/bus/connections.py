@@ -63,11 +63,6 @@ class TcpConnection:
         """The round trip that the kernel has measured, seconds; 0 if it has measured none."""
         return self._use(_round_trip_s, 0.0) if sys.platform == "linux" else 0.0
 
-    @property
-    def own_host(self) -> str:
-        """The address of this end; empty if the connection is closed."""
-        return self._use(lambda each: str(each.getsockname()[0]), "")
-
     def follow_round_trip(self, least_s: float) -> float:
         """Let the kernel close the connection when sent bytes stay unacknowledged for longer than `time_limit_s`.
         Return the round trip."""

@@ -47,6 +47,7 @@ class Endpoint:
     clock: Callable[[], float] = time.monotonic
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context[zmq.Socket[bytes]].instance)
     host: str = field(default_factory=host_identity)
+    own_host: str = "127.0.0.1"  # this host's address in the network of the nodes
 
     @property
     def allow_list(self) -> AllowList | None:

@@ -385,11 +385,7 @@ class PullLink:
         return transport in self._hello.transports or (transport == RANKS and self._end.team is not None)
 
     def _start(self, message: LinkWelcome) -> None:
-        self.check_connection()
-        if self.lost is not None:
-            return
-        own_host = "" if self._connection is None else self._connection.own_host
-        host = replace(self._host, handshake_s=self.handshake_s, round_trip_s=self.round_trip_s, own_host=own_host)
+        host = replace(self._host, handshake_s=self.handshake_s, round_trip_s=self.round_trip_s)
         try:
             self.transport = transport_named(message.transport).open(replace(self._end, peer=host), message)
         except TransferError as error:
@@ -429,6 +425,8 @@ class PullLinks:
     ) -> None:
         self._end, self._answer_s, self._team, self._part = end, answer_s, team, part
         self._allow_list = end.allow_list
+        for name in end.transports if source is None and end.device is None else ():
+            TRANSPORTS[name].begin_pulls(end.memory, end.own_host)
         needs_inbox = end.device is not None and any(TRANSPORTS[name].needs_inbox for name in end.transports)
         self._inbox = _inbox() if needs_inbox else None
         self._inbox_looks = Throttle(clock=end.clock)

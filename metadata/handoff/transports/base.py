@@ -100,7 +100,6 @@ class PeerHost:
     clock: Callable[[], float]
     handshake_s: float = 0.0
     round_trip_s: float = 0.0
-    own_host: str = ""  # the address of ours that it sees; empty until the link is welcomed
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,16 @@ class Transport(ABC):
     def prepare(cls, pages: OfferedPages, numbers: Sequence[int]) -> None:
         """Make pages of these numbers readable by a decode node. The server calls it before it sends their offer."""
 
+    @classmethod  # noqa: B027 - most have nothing to do
+    def begin_serving(cls, pages: OfferedPages) -> None:
+        """Do what would take too long when the first decode node comes."""
+
     # --- the decode node's side ------------------------------------------------------------------------------------
+
+    @classmethod  # noqa: B027 - most have nothing to do
+    def begin_pulls(cls, memory: Sequence[PageMemory], own_host: str) -> None:
+        """Do what would take too long when the first link is opened, if the pools are in host memory. `own_host` is
+        this host's address in the network of the nodes."""
 
     @classmethod
     @abstractmethod

@@ -8,7 +8,8 @@ transports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -20,10 +21,12 @@ from ...bus.addresses import parse_address
 from ...errors import TransferError, Unreachable
 from ...wire.data_link import LinkHello, LinkWelcome, NixlWelcome, RankHello
 from ...wire.request import Unit
-from ..memory import bytes_of, memory_size, unpack_page
+from ..memory import PageMemory, bytes_of, memory_size, unpack_page
 from ..nixl_agents import PoolAgent, RingAgent, has_nixl
 from ..pages import OfferedPages
 from .base import Landed, Move, PullEnd, Transport
+
+logger = logging.getLogger(__name__)
 
 MAX_READS = 16  # of pages in flight on a link
 _GENERATION_BYTES = 8
@@ -70,11 +73,28 @@ class NixlTransport(Transport):
         return pages.device is None and pages.counted is None and has_nixl()
 
     @classmethod
+    def begin_serving(cls, pages: OfferedPages) -> None:
+        if cls.can_serve(pages):
+            try:
+                host = parse_address(pages.data_address).host
+                pages.agent = PoolAgent(f"pools-{uuid4().hex}", pages.memory, host)
+            except TransferError as error:
+                logger.warning("no page will go by NIXL: %s", error)
+
+    @classmethod
+    def begin_pulls(cls, memory: Sequence[PageMemory], own_host: str) -> None:
+        slot_bytes = _slot_bytes(memory)
+        if slot_bytes not in _rings and has_nixl():
+            try:
+                _rings[slot_bytes] = RingAgent(f"ring-{uuid4().hex}", slot_bytes, own_host)
+            except TransferError as error:
+                logger.warning("no page will come by NIXL: %s", error)
+
+    @classmethod
     def welcome(cls, welcome: LinkWelcome, pages: OfferedPages, hello: LinkHello) -> LinkWelcome:  # noqa: ARG003
         """Return the welcome with the agent that lets the peer read the pools. Raises TransferError."""
-        host = parse_address(pages.data_address).host
         if pages.agent is None:
-            pages.agent = PoolAgent(f"pools-{uuid4().hex}", pages.memory, host)
+            raise TransferError("NIXL did not start")
         sized = msgspec.structs.replace(welcome, sizes=tuple(pool.size for pool in pages.memory))
         agent = pages.agent
         return NixlWelcome(
@@ -87,12 +107,11 @@ class NixlTransport(Transport):
 
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> NixlTransport:
-        """Meet the peer's agent. The first call of a process makes its own. Raises TransferError."""
-        if not isinstance(welcome, NixlWelcome) or end.peer is None or end.device is not None:
-            raise TransferError(f"{type(welcome).__name__} does not say how to use transport nixl on this device")
-        page_bytes = sum(pool.page_bytes for pool in end.memory) + _GENERATION_BYTES
-        host = end.peer.own_host
-        return cls(end, _ring(-(-page_bytes // _ALIGNMENT) * _ALIGNMENT, host), welcome, end.peer.clock)
+        """Meet the peer's agent. Raises TransferError."""
+        ring = _rings.get(_slot_bytes(end.memory))
+        if not isinstance(welcome, NixlWelcome) or end.peer is None or end.device is not None or ring is None:
+            raise TransferError(f"{type(welcome).__name__} cannot be used: it is no NixlWelcome, or NIXL did not start")
+        return cls(end, ring, welcome, end.peer.clock)
 
     @property
     def is_busy(self) -> bool:
@@ -210,11 +229,10 @@ class NixlTransport(Transport):
 _rings: dict[int, RingAgent] = {}  # of this process, by the bytes of a slot
 
 
-def _ring(slot_bytes: int, host: str) -> RingAgent:
-    """Return the ring of this process. `host` counts when it is made. Raises TransferError."""
-    if slot_bytes not in _rings:
-        _rings[slot_bytes] = RingAgent(f"ring-{uuid4().hex}", slot_bytes, host)
-    return _rings[slot_bytes]
+def _slot_bytes(memory: Sequence[PageMemory]) -> int:
+    """Return the bytes of a slot: of a page, and of its generation at the end."""
+    page_bytes = sum(pool.page_bytes for pool in memory) + _GENERATION_BYTES
+    return -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def num_quarantined() -> int:
