@@ -212,6 +212,7 @@ class DecodeNode:
             has_prompt_room=rate.has_room,
             paced_prompt_tokens=rate.num_paced,
             prompt_rest_token_s=rate.rest_token_s,
+            quarantined_slots=self.handoff.num_quarantined,
         )
 
     def stats(self) -> NodeStats:

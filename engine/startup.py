@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Protocol
 
 from ..kernels.operations import captures
-from ..metadata.bus.addresses import parse_address, require_keys
+from ..metadata.bus.addresses import host_towards, parse_address, require_keys
 from ..metadata.bus.allow_list import RANK, ROUTER
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
@@ -265,6 +265,7 @@ def make_endpoint(
         shard=engine.shard,
         keys=keys,
         shared_dir=None if config.shared_dir is None else user_directory(config.shared_dir),
+        own_host=host_towards(router_entries(config.router)[0]),
     )
 
 
@@ -272,8 +273,9 @@ def transports(config: EngineConfig, engine: Engine) -> tuple[str, ...]:
     """The transports that the node may use, best first. Raises ConfigError where it can use none."""
     if config.transport == "cuda" and not engine.kind.is_apart:
         raise ConfigError(f"transport cuda needs device cuda, this node is on {engine.device.type}; use auto")
-    chosen = TRANSPORTS if config.transport == "auto" else {config.transport: TRANSPORTS[config.transport]}
-    names = tuple(name for name, each in chosen.items() if engine.kind.is_apart or not each.needs_device)
+    automatic = [name for name, each in TRANSPORTS.items() if each.is_automatic]
+    chosen = automatic if config.transport == "auto" else [config.transport]
+    names = tuple(name for name in chosen if engine.kind.is_apart or not TRANSPORTS[name].needs_device)
     allowed = tuple(name for name in names if _is_allowed(config, name))
     if any(TRANSPORTS[name].is_readable for name in allowed):
         logger.warning("--plain-pages: whoever sees the network between hosts can read pages, and so prompts")
@@ -287,6 +289,7 @@ def _is_allowed(config: EngineConfig, name: str) -> bool:
     missing = "--keys FILE" if transport.needs_page_port and config.keys is None else ""
     if transport.is_readable and not config.plain_pages:
         missing = "--plain-pages on both nodes"
+    missing = missing or transport.missing()
     if missing and config.transport == name:
         raise ConfigError(f"transport {name} needs {missing}; give it, or use auto")
     return not missing

@@ -62,11 +62,12 @@ class NodeConfig(ProcessConfig):
         "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it. Of "
         "tcp://HOST:PORT, rank 1 takes the next port, and so on",
     )
-    transport: Literal["auto", "cuda", "local", "plain", "aes", "zmq"] = setting(
+    transport: Literal["auto", "cuda", "local", "plain", "aes", "zmq", "nixl"] = setting(
         "auto",
-        "move KV pages by cuda (between GPUs of one host), local (shared memory of one host), plain (between any "
-        "hosts, needs --plain-pages), aes (likewise, encrypted, needs --keys) or zmq (likewise, under CURVE if there "
-        "are keys); auto takes the first of these that both nodes can use",
+        "move KV pages by cuda (between GPUs of one host), local (shared memory of one host), plain (between any hosts, "
+        "needs --plain-pages and --keys), aes (between any hosts, encrypted, needs --keys) or zmq (between any hosts, "
+        "under CURVE if there are keys); auto takes the first of these that both nodes can use. nixl (between any "
+        "hosts, needs --plain-pages and NIXL) is used only if both nodes name it",
     )
     plain_pages: bool = setting(
         False,

@@ -270,7 +270,7 @@ def _short(value: object) -> str:
 def _handoff(facts: ClusterFacts) -> Iterator[Finding]:
     is_one_host = all("127.0.0.1" in node.data_address for node in facts.nodes.nodes if node.data_address)
     for name, transport in sorted(facts.transports):
-        if transport in ("plain", "aes", "zmq") and is_one_host:
+        if transport in ("nixl", "plain", "aes", "zmq") and is_one_host:
             what = f"pages come to {name} by {transport}, though all nodes are on one host"
             mend = (
                 f"Run the nodes as one user in one PID namespace (containers: --pid), without --transport {transport}."

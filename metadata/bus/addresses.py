@@ -120,6 +120,18 @@ def address_of_rank(host: str, rank: int) -> str:
     return str(replace(address, port=port))
 
 
+def host_towards(address: str) -> str:
+    """Return the address of this host from which it reaches `address`; that of loopback if there is no way, or if it is
+    a path."""
+    parsed = parse_address(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((parsed.host, parsed.port or 1))  # sends nothing
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
 def page_port_of(address: str) -> str | None:
     """Return where a node that was told to listen at `address` for data links listens for pages: at any free port, or,
     if it was told the port, at the port PAGE_PORTS above. None: there is no such port, or the address is a path."""

@@ -35,6 +35,7 @@ from .ranks.orders import RankLine
 from .ranks.puller import RankTeam
 from .transfer import Event, Revoked, Transfer, TransferFailed
 from .transports.base import Landed
+from .transports.nixl import num_quarantined
 from .transports.ranks import RanksTransport
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,11 @@ class HandoffClient:
     def tickets(self) -> list[Unit]:
         """Return the units whose pages have not all arrived."""
         return list(self._transfers)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Number of slots of staging rings whose reads were given up and are not over."""
+        return num_quarantined()
 
     def close_peer(self, epoch: str) -> None:
         """Close the link to this epoch of a prefill node. Its memory is unmapped at once; its claims fail at the next

@@ -50,6 +50,7 @@ class Endpoint:
     context: zmq.Context[zmq.Socket[bytes]] = field(default_factory=zmq.Context[zmq.Socket[bytes]].instance)
     host: str = field(default_factory=host_identity)
     shared_dir: Path | None = None  # of this user, in which nodes of other containers find its inbox
+    own_host: str = "127.0.0.1"  # this host's address in the network of the nodes
 
     @property
     def allow_list(self) -> AllowList | None:

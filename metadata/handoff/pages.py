@@ -30,6 +30,7 @@ from xxhash import xxh3_64_intdigest
 from ..errors import OutOfMemory
 from ..wire.node_info import HandoffSchema, HostMemory
 from .memory import PageMemory, PeerMemory, pack_pages, whole_part
+from .nixl_agents import PoolAgent
 from .ranks.shards import PagePart
 from .schema.kv_layout import KvLayout
 from .schema.schema import GPU_CHECKSUM, blocks_per_page
@@ -160,6 +161,8 @@ class OfferedPages:
         self._has_checksums = blocks_per_page(schema) > 0
         self.memory, self.device, self.counted = tuple(memory), device, counted
         self._first = None if counted is None else memory_of_rank_0(counted, memory[0])
+        self.data_address = ""  # of the node's data links, set by them
+        self.agent: PoolAgent | None = None  # made by the transport that needs it
         self.generations = memory[0].generations if self._first is None else self._first.generations
         self._whole = whole_part(memory)
         self._known: dict[int, tuple[int, bytes]] = {}  # by page: its generation, its checksums
@@ -214,7 +217,10 @@ class OfferedPages:
         return frame, self.generations[list(pages)].astype("<i8").tobytes()
 
     def close(self) -> None:
-        """Unmap the generations of rank 0."""
+        """Unmap the generations of rank 0, and end reads by NIXL."""
+        if self.agent is not None:
+            self.agent.close()
+            self.agent = None
         if self._first is not None:
             del self.generations
             self._first.close()

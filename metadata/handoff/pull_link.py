@@ -210,7 +210,9 @@ class PullLink:
         if transport is None:
             return
         try:
-            yield from transport.step(POLL_BYTES)
+            for landed in transport.step(POLL_BYTES):
+                self.last_heard, self._has_asked, self._num_passed_over = self._clock(), False, 0
+                yield landed
         except Unreachable as error:
             if self.transport is transport:
                 transport.close()
@@ -424,6 +426,8 @@ class PullLinks:
     ) -> None:
         self._end, self._answer_s, self._team, self._part = end, answer_s, team, part
         self._allow_list = end.allow_list
+        for name in end.transports if source is None and end.device is None else ():
+            TRANSPORTS[name].begin_pulls(end.memory, end.own_host)
         needs_inbox = any(TRANSPORTS[name].needs_same_host or TRANSPORTS[name].needs_inbox for name in end.transports)
         self._inbox = _inbox(end.shared_dir) if needs_inbox else None
         self._inbox_looks = Throttle(clock=end.clock)

@@ -219,7 +219,9 @@ class ServedLinks:
         self._allow_list = end.allow_list
         self.dropped = DroppedFrames(logger, "data link")
         self.socket = bind_data_socket(address_of_rank(bind_host, end.shard.rank), end.keys, end.context)
-        self.address = bound_address(self.socket)
+        self.address = pages.data_address = bound_address(self.socket)
+        for name in end.transports:
+            TRANSPORTS[name].begin_serving(pages)
         self._watch = PortWatch(self.socket, NodePort(limit_of_descriptors()))
         needs_port = end.keys is not None and any(TRANSPORTS[name].needs_page_port for name in end.transports)
         address = any_port_of(address_of_rank(bind_host, end.shard.rank))

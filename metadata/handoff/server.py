@@ -201,6 +201,7 @@ class HandoffServer:
     def close(self) -> None:
         """Close the socket. No decode node is told, because this epoch is over."""
         self._links.close()
+        self._pages.close()
 
     # --- the links' side -------------------------------------------------------------------------------------------
 

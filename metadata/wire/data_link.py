@@ -96,6 +96,18 @@ class RanksWelcome(LinkWelcome, frozen=True, tag="ranks_welcome", kw_only=True):
     addresses: Annotated[tuple[Address, ...], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
+class NixlWelcome(LinkWelcome, frozen=True, tag="nixl_welcome", kw_only=True):
+    """LinkWelcome for `nixl`: the agent that lets the decode node read the pools (metadata/handoff/nixl_agents.py).
+    `pools` and `generations` are addresses in the prefill node; `sizes` are those of the pools."""
+
+    since: ClassVar[int] = 8
+
+    agent: Name
+    metadata: Annotated[bytes, Meta(max_length=1 << 16)]  # NIXL's own format
+    pools: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)]
+    generations: Count
+
+
 class PagePortWelcome(LinkWelcome, frozen=True, tag="page_port_welcome", kw_only=True):
     """LinkWelcome for transports whose pages come from the prefill node's page port (metadata/handoff/page_port.py).
     The decode node connects once, as `guest` with `password`. The keys are those of its pulls and of the pages."""

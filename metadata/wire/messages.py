@@ -24,6 +24,7 @@ from .data_link import (
     LinkHello,
     LinkRefused,
     LinkWelcome,
+    NixlWelcome,
     PagePortWelcome,
     RankHello,
     RanksWelcome,
@@ -304,7 +305,7 @@ ToRouter = OfNode | OfWork
 OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
-OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | PagePortWelcome | LinkRefused
+OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | NixlWelcome | PagePortWelcome | LinkRefused
 ToDecode = OfLink | Offer | Pages | Revoke | UnknownClaim
 
 to_router_decoder = msgspec.msgpack.Decoder(ToRouter)

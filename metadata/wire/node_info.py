@@ -173,6 +173,7 @@ class Load(Message, frozen=True):
     # the shares of each rank in free_pages and running, of nodes of protocol 6; empty: the node has one pool
     ranks: Annotated[tuple[RankLoad, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     free_tails: Annotated[Count, Since(8)] = 0  # tail pages, free or in the cache with no reference
+    quarantined_slots: Annotated[Count, Since(8)] = 0  # of NIXL's staging ring: reads that were given up are not over
 
     @classmethod
     def of_idle(cls, capacity: Capacity) -> Load:

@@ -182,6 +182,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
     ("running", "Requests that run.", lambda node: node.load.running),
     ("waiting", "Requests that wait on the node.", lambda node: node.load.waiting),
     ("tickets", "Handoffs that are open.", lambda node: node.load.tickets),
+    (
+        "quarantined_slots",
+        "Slots of NIXL's staging ring whose reads were given up and are not over.",
+        lambda node: node.load.quarantined_slots,
+    ),
     ("queued_tokens", "Prompt tokens still to compute.", lambda node: node.load.queued_tokens),
     (
         "prompt_token_seconds",

@@ -43,6 +43,7 @@ MAX_CONTEXT_HEADER = 512  # characters; longer headers are dropped
 _WAYS = {  # by the name of the transport
     "local": "through shared memory",
     "cuda": "from GPU to GPU",
+    "nixl": "over the network by NIXL, readable",
     "plain": "over the network, readable",
     "aes": "over the network, encrypted",
     "zmq": "over the network",

@@ -21,6 +21,8 @@ from streams import Known
 from tally import Tally
 from thinned import is_whole
 
+from baton.metadata.handoff.nixl_agents import has_nixl
+
 SET = (
     Scenario(0, 20, "flip", "decoding", "decode-0"),
     Scenario(1, 21, "duplicate", "queued", "decode-0"),
@@ -63,6 +65,17 @@ SEALED_SET = (
 )
 
 
+# pages that NIXL reads: faults while they are on the way
+NIXL_SET = (
+    Scenario(0, 61, "page flip", "pulling", "decode-1"),
+    Scenario(1, 62, "partition cut", "pulling", "decode-0"),
+    Scenario(2, 63, "stop", "pulling", "prefill-1"),
+    Scenario(3, 64, "kill", "pulling", "prefill-0"),
+    Scenario(4, 65, "stop", "pulling", "decode-1"),
+    Scenario(5, 66, "kill", "pulling", "decode-0"),
+)
+
+
 class Case(NamedTuple):
     """A cluster, and what happens in it."""
 
@@ -78,6 +91,7 @@ CASES = {
     # in the gate, tests/integration/test_lost_messages.py sends messages twice
     "one-rank": Case(SET if is_whole() else tuple(each for each in SET if each.kind != "duplicate"), "mixed", "auto"),
     "sealed": Case(SEALED_SET, "remote", "aes", has_keys=True),
+    "nixl": Case(NIXL_SET, "remote", "nixl"),
     "tp": Case(RANK_SET, "remote", "zmq", num_ranks=2),
     "dp-attention": Case(OWN_RANK_SET, "mixed", "auto", num_ranks=2, sharing="dp-attention"),
 }
@@ -99,8 +113,11 @@ def answers(target: Path) -> dict[str, Known]:
     [pytest.param(case, id=name, marks=[pytest.mark.whole] * (name != "one-rank")) for name, case in CASES.items()],
 )
 def test_streams_survive_with_their_tokens(case: Case, target: Path, answers: dict[str, Known], tmp_path: Path) -> None:
+    if case.transport == "nixl" and not has_nixl():
+        pytest.skip("needs nixl-cu13 or nixl-cu12")
     scenarios, tally = case.scenarios, Tally()
     node_flags = [*flags("eagle", target), "--transport", case.transport]
+    node_flags += ["--plain-pages"] if case.transport == "nixl" else []
     ranks: Any = {"num_ranks": case.num_ranks, "sharing": case.sharing, "has_keys": case.has_keys}
     rig = Rig(tmp_path / "cluster", target, node_flags, place=case.place, **ranks)
     try:

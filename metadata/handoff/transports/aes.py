@@ -7,9 +7,10 @@ wrong is not written, and counts as one with a wrong checksum.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import msgspec
 import zmq
@@ -25,9 +26,6 @@ from ..data_socket import connect_page_socket, silence_s
 from ..sealing import Opened, Opener, Sealer
 from .base import Landed, PeerHost, PullEnd
 from .zmq import MESSAGE_BYTES, ZmqTransport
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CONNECT_S = 2.0  # for a connection to the page port, if the data link's handshake was quick
 _HANDSHAKES = 4  # of its time otherwise

@@ -137,6 +137,7 @@ class Transport(ABC):
     needs_inbox: ClassVar[bool] = False  # the decode node must have an inbox for file descriptors
     needs_page_port: ClassVar[bool] = False  # pages come from the prefill node's page port, so both need keys
     is_readable: ClassVar[bool] = False  # on the network; nodes with keys use it only if the operator has said so
+    is_automatic: ClassVar[bool] = True  # `auto` may take it
     since: ClassVar[int] = PROTOCOL_MIN  # the first protocol that has its welcome
 
     def __init__(self, memory: Sequence[PageMemory], part: PagePart | None = None) -> None:
@@ -146,6 +147,11 @@ class Transport(ABC):
         self._queue: deque[Move] = deque()
 
     # --- the prefill node's side -----------------------------------------------------------------------------------
+
+    @classmethod
+    def missing(cls) -> str:
+        """Return what this machine lacks for the transport, and how to install it; empty if it lacks nothing."""
+        return ""
 
     @classmethod
     def can_serve(cls, pages: OfferedPages) -> bool:
@@ -172,7 +178,16 @@ class Transport(ABC):
     def prepare(cls, pages: OfferedPages, numbers: Sequence[int]) -> None:
         """Make pages of these numbers readable by a decode node. The server calls it before it sends their offer."""
 
+    @classmethod  # noqa: B027 - most have nothing to do
+    def begin_serving(cls, pages: OfferedPages) -> None:
+        """Do what would take too long when the first decode node comes."""
+
     # --- the decode node's side ------------------------------------------------------------------------------------
+
+    @classmethod  # noqa: B027 - most have nothing to do
+    def begin_pulls(cls, memory: Sequence[PageMemory], own_host: str) -> None:
+        """Do what would take too long when the first link is opened, if the pools are in host memory. `own_host` is
+        this host's address in the network of the nodes."""
 
     @classmethod
     @abstractmethod

@@ -6,6 +6,7 @@ from .aes import AesTransport
 from .base import Transport
 from .cuda import CudaTransport
 from .local import LocalTransport
+from .nixl import NixlTransport
 from .plain import PlainTransport
 from .ranks import RanksTransport
 from .zmq import ZmqTransport
@@ -16,6 +17,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
     PlainTransport.name: PlainTransport,
     AesTransport.name: AesTransport,
     ZmqTransport.name: ZmqTransport,
+    NixlTransport.name: NixlTransport,
 }
 
 

@@ -1,4 +1,5 @@
-"""Compare pages between two processes by TCP: in the clear, under CURVE, encrypted by AES-GCM, and authenticated only.
+"""Compare pages between two processes by TCP: in the clear, under CURVE, encrypted by AES-GCM, and authenticated only;
+with NIXL installed, also read by NIXL, over TCP if UCX_TLS=tcp is set.
 
     python tests/benchmarks/ranks/bench_privacy.py [--rounds 9] [--mib 64] [--json FILE] [--figures DIR]
 
@@ -33,6 +34,7 @@ from baton.metadata.bus.curve import KeyPair
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.nixl_agents import has_nixl
 from baton.metadata.handoff.schema.schema import make_schema, page_bytes, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.tickets import TicketEnded
@@ -55,6 +57,7 @@ WAYS = [
     ("zmq under CURVE", "zmq", True),
     ("aes", "aes", True),
     ("plain", "plain", True),
+    *([("nixl", "nixl", False)] if has_nixl() else []),
 ]
 CASES = [Case(*way, has_checksums) for has_checksums in (True, False) for way in WAYS]
 

@@ -315,7 +315,11 @@ def test_transports_are_named_best_first() -> None:
         ("local", "aes", "zmq"),
         ("local", "plain", "aes", "zmq"),
     ]
-    for transport, words in (("aes", "--keys FILE"), ("plain", "--plain-pages on both nodes")):
+    for transport, words in (
+        ("aes", "--keys FILE"),
+        ("plain", "--plain-pages on both nodes"),
+        ("nixl", "--plain-pages on both nodes"),
+    ):
         with pytest.raises(ConfigError, match=f"transport {transport} needs {words}"):
             transports(EngineConfig(transport=transport), on_cpu)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="transport cuda needs device cuda, this node is on cpu"):

@@ -153,7 +153,14 @@ def same_pages(here: list[PageMemory], ours: Iterable[int], there: list[PageMemo
 
 
 def run_prefill(
-    pipe: Connection, schema: HandoffSchema, seed: int, pages: list[int], pause_s: float, is_endless: bool, epoch: str
+    pipe: Connection,
+    schema: HandoffSchema,
+    seed: int,
+    pages: list[int],
+    pause_s: float,
+    is_endless: bool,
+    epoch: str,
+    transports: tuple[str, ...] = ("local", "zmq"),
 ) -> None:
     """Run a prefill process: one ticket, whose pages are offered one by one, every `pause_s`, like chunks.
 
@@ -161,7 +168,7 @@ def run_prefill(
     the pipe ends it.
     """
     threading.current_thread().name = "prefill"
-    server, _ = make_server(schema, 4096 // 4, seed, epoch, node_id=f"p{os.getpid()}")
+    server, _ = make_server(schema, 4096 // 4, seed, epoch, node_id=f"p{os.getpid()}", transports=transports)
     ticket = unit()
     server.open(ticket, len(pages))
     pipe.send((server.end.node_id, server.address))
