@@ -188,7 +188,6 @@ def start_network(folder: Path) -> tuple[Pods, str]:
     for path in (folder, folder / "keys", *(folder / "keys").iterdir()):
         os.chown(path, USER, USER)
     podman("network", "create", "--subnet", f"{ADDRESSES}.0/24", NETWORK)
-    rendered = rendered.replace("drain_timeout_s = 60.0", "drain_timeout_s = 2.0")  # the router's
     return Pods(list(yaml.safe_load_all(rendered)), folder), key
 
 
@@ -216,13 +215,15 @@ def main() -> None:
             print(
                 f"{name} left with status {status}, {new} is ready after {time.monotonic() - begin:.0f} s", flush=True
             )
+        text = json.dumps(pods.documents).replace("drain_timeout_s = 60.0", "drain_timeout_s = 2.0")
+        pods.documents = json.loads(text)  # of new routers
         for name in routers:
             new = pods.start("router")
             pods.wait_ready(new)
             clients.routers.append(pods.alive[new])
             clients.routers.remove(pods.alive[name])
             time.sleep(LEAVE_S)
-            status = pods.stop(name, 70)
+            status = pods.stop(name, 70)  # it has 60 s to drain
             print(f"{name} left with status {status} after {time.monotonic() - begin:.0f} s", flush=True)
         clients.is_over.set()
         for thread in threads:
