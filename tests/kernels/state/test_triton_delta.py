@@ -14,7 +14,10 @@ pytest.importorskip("triton")
 
 from baton.kernels.products.norm import Norm
 from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule
-from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools, delta_prompt, delta_round, gate_heads
+from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools
+from baton.kernels.state.triton_delta_gate import gate_heads
+from baton.kernels.state.triton_delta_prompt import delta_prompt
+from baton.kernels.state.triton_delta_round import delta_round
 
 TAPS = 4
 
