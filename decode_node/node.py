@@ -212,6 +212,7 @@ class DecodeNode:
             has_prompt_room=rate.has_room,
             paced_prompt_tokens=rate.num_paced,
             prompt_rest_token_s=rate.rest_token_s,
+            num_routers=len(self.membership.routers),
         )
 
     def stats(self) -> NodeStats:

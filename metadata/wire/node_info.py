@@ -173,6 +173,9 @@ class Load(Message, frozen=True):
     # the shares of each rank in free_pages and running, of nodes of protocol 6; empty: the node has one pool
     ranks: Annotated[tuple[RankLoad, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     free_tails: Annotated[Count, Since(8)] = 0  # tail pages, free or in the cache with no reference
+    # of a prefill node: how many prompts each router may have there at once; 0: the node does not say
+    max_prompts: Annotated[Count, Since(8)] = 0
+    num_routers: Annotated[Count, Since(8)] = 0  # that have given, or may give, what it has to do; 0: it does not say
 
     @classmethod
     def of_idle(cls, capacity: Capacity) -> Load:
@@ -207,6 +210,13 @@ class NodeStats(Message, frozen=True):
     mask_seconds: Annotated[Seconds, Since(6)] = 0.0
     # by rank, if each has sequences of its own: rounds in which others had some and this one had none
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
+
+
+class Service(Message, frozen=True):
+    """What all routers of a node must know alike. The node keeps it, and each heartbeat carries it."""
+
+    is_cordoned: bool = False  # an operator has asked a router to drain the node
+    num_flushes: Count = 0  # how often its prefix cache was emptied
 
 
 class PoolLedger(Message, frozen=True):
