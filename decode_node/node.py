@@ -213,6 +213,7 @@ class DecodeNode:
             paced_prompt_tokens=rate.num_paced,
             prompt_rest_token_s=rate.rest_token_s,
             quarantined_slots=self.handoff.num_quarantined,
+            num_routers=len(self.membership.routers),
         )
 
     def stats(self) -> NodeStats:

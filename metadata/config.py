@@ -66,8 +66,8 @@ class NodeConfig(ProcessConfig):
         "auto",
         "move KV pages by cuda (between GPUs of one host), local (shared memory of one host), plain (between any "
         "hosts, needs --plain-pages and --keys), aes (between any hosts, encrypted, needs --keys) or zmq (between any "
-        "hosts, under CURVE if there are keys); auto takes the first of these that both nodes can use. nixl (between any "
-        "hosts, needs --plain-pages and NIXL) is used only if both nodes name it",
+        "hosts, under CURVE if there are keys); auto takes the first of these that both nodes can use. nixl (between "
+        "any hosts, needs --plain-pages and NIXL) is used only if both nodes name it",
     )
     plain_pages: bool = setting(
         False,

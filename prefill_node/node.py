@@ -55,6 +55,7 @@ from .tickets import FailedUnit, Tickets
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1e-4  # between looks for messages of handoffs while a chunk is computed
+QUEUED_PER_SLOT = 2  # prompts that the node takes per slot of its batch, of all routers together
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one chunk takes longer
 
 
@@ -124,6 +125,7 @@ class PrefillNode:
         return self._under_way is None and not any(True for _ in self.scheduler)
 
     def load(self) -> Load:
+        num_routers = len(self.membership.routers)
         return Load(
             free_pages=self.cache.available,
             free_tails=self.cache.available_tails,
@@ -133,6 +135,8 @@ class PrefillNode:
             queued_tokens=self.scheduler.num_queued_tokens,
             prompt_token_s=self._rate.token_s,
             prompt_fixed_s=self._rate.fixed_s,
+            max_prompts=max(1, QUEUED_PER_SLOT * self.scheduler.max_running // max(1, num_routers)),
+            num_routers=num_routers,
         )
 
     def stats(self) -> NodeStats:

@@ -22,7 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..wire.frames import encode
 from ..wire.membership import Heartbeat
-from ..wire.node_info import Load, NodeStats
+from ..wire.node_info import Load, NodeStats, Service
 from ..wire.protocol import PROTOCOL_MIN
 from .connections import TcpConnection, time_limit_s
 from .curve import KeyPair
@@ -80,7 +80,7 @@ class HeartbeatThread:
         self._interval_s, self._rank_silences_s = interval_s, rank_silences_s
         # each is one reference, replaced as a whole, so the thread never sees half of a change
         self._phase = _Phase(0, "starting", time.monotonic(), 60.0)
-        self._figures = (load, NodeStats())
+        self._figures = (load, NodeStats(), Service())
         self._agreed = _Agreed(PROTOCOL_MIN, 0)
         self._num_lost = 0  # welcomes of routers whose connection has closed
         self._connection: TcpConnection | None = None
@@ -99,9 +99,9 @@ class HeartbeatThread:
         assert 0 < len(phase) <= 128 and limit_s >= 0, (phase, limit_s)
         self._phase = _Phase(self._phase.step + 1, phase, time.monotonic(), limit_s)
 
-    def report(self, load: Load, stats: NodeStats) -> None:
-        """Set the figures that the next heartbeats carry."""
-        self._figures = (load, stats)
+    def report(self, load: Load, stats: NodeStats, service: Service = Service()) -> None:  # noqa: B008 - immutable
+        """Set what the next heartbeats carry."""
+        self._figures = (load, stats, service)
 
     def speak(self, protocol: int, num_welcomes: int) -> None:
         """Set the protocol in which the router is addressed from now on, and how many Welcomes the node has had.
@@ -156,11 +156,19 @@ class HeartbeatThread:
             protocol = self._protocol()
             if self._connection is not None:
                 self.round_trip_s = self._connection.follow_round_trip(UNACKNOWLEDGED_S)
-            phase, (load, stats) = self._phase, self._figures
+            phase, (load, stats, service) = self._phase, self._figures
             age_s = time.monotonic() - phase.since
             silences_s = self._rank_silences_s()
             heartbeat = Heartbeat(
-                phase.step, phase.name, max(age_s, 0.0), phase.limit_s, load, stats, silences_s, self.round_trip_s
+                phase.step,
+                phase.name,
+                max(age_s, 0.0),
+                phase.limit_s,
+                load,
+                stats,
+                silences_s,
+                self.round_trip_s,
+                service,
             )
             with contextlib.suppress(zmq.Again):  # no router at present; the socket keeps trying to connect
                 send_frames(self._socket, encode(heartbeat, protocol))

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from ..cache.changes import WatchedCache
@@ -28,6 +29,7 @@ from ..errors import Refused
 from ..service_manager import has_manager, notify
 from ..wire.membership import (
     IDLE,
+    Cordon,
     Drain,
     Flush,
     Hello,
@@ -38,7 +40,7 @@ from ..wire.membership import (
     TokenizerFile,
 )
 from ..wire.messages import ToRouter
-from ..wire.node_info import Load, NodeStats, PoolLedger
+from ..wire.node_info import Load, NodeStats, PoolLedger, Service
 from ..wire.request import Unit
 from .channel import ChannelEvent, RouterChannel, RouterGone, TurnedAway
 from .curve import KeyPair
@@ -134,6 +136,7 @@ class Membership:
         self._channels: list[RouterChannel] = []
         self._aliases: dict[str, str] = {}  # further addresses of a router that has a channel: its epoch
         self._refusals: dict[str, str] = {}  # by address of the router
+        self._service = Service()
         self._has_joined = False
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
@@ -210,7 +213,7 @@ class Membership:
                 notify("alive")
             load, stats = self.member.load(), self.member.stats()
             for channel in self._channels:
-                channel.heartbeat.report(load, stats)
+                channel.heartbeat.report(load, stats, self._service)
             trips_s = (channel.heartbeat.round_trip_s for channel in self._channels)
             self.member.handoff.allow_for(max(trips_s, default=0.0))
         for channel in self._channels:
@@ -331,13 +334,23 @@ class Membership:
                 self._report_ledger(channel, query)
             case Flush(query=query):
                 self.member.cache.flush()
+                self._serve_as(msgspec.structs.replace(self._service, num_flushes=self._service.num_flushes + 1))
                 self._report_ledger(channel, query)
             case TellPages():
                 channel.news.begin_anew()
+            case Cordon(is_cordoned=is_cordoned):
+                if is_cordoned != self._service.is_cordoned:
+                    logger.info("is drained by an operator" if is_cordoned else "is put back by an operator")
+                self._serve_as(msgspec.structs.replace(self._service, is_cordoned=is_cordoned))
             case Drain():
                 self._is_asked_to_leave = True
             case _:
                 work.append(item)
+
+    def _serve_as(self, service: Service) -> None:
+        """Tell all routers, by the next heartbeats."""
+        self._service = service
+        self._reported_at = 0.0
 
     def _report_ledger(self, channel: RouterChannel, query: int) -> None:
         member = self.member

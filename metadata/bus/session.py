@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..wire.membership import (
+    Cordon,
     Drain,
     Flush,
     Hello,
@@ -81,7 +82,7 @@ class RouterRefused:
     reason: str
 
 
-RouterWork = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | TellPages | Drain
+RouterWork = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | TellPages | Drain | Cordon
 SessionEvent = Joined | RouterChanged | RouterLost | RouterRefused
 
 

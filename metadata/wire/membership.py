@@ -18,6 +18,7 @@ from .node_info import (
     NodeStats,
     PoolLedger,
     Role,
+    Service,
 )
 from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Seconds, Text, Units
@@ -94,6 +95,7 @@ class Heartbeat(Message, frozen=True, tag="beat"):
     # since ranks 1 and above last said that their processes run
     rank_silences_s: Annotated[tuple[Seconds, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     round_trip_s: Annotated[Seconds, Since(6)] = 0.0  # to the router, as the node's kernel measures it
+    service: Annotated[Service | None, Since(8)] = None  # None: the node does not say
 
 
 class LedgerReport(Message, frozen=True, tag="ledger"):
@@ -196,6 +198,15 @@ class TellPages(RouterMessage, frozen=True, tag="tell_pages"):
     """A batch of CachedPages was lost: begin anew with batch 0."""
 
     since: ClassVar[int] = 8
+
+
+class Cordon(RouterMessage, frozen=True, tag="cordon"):
+    """An operator drains the node, or puts it back. The node goes on, and tells all its routers (Service), which give
+    it no new work."""
+
+    since: ClassVar[int] = 8
+
+    is_cordoned: bool
 
 
 class Drain(RouterMessage, frozen=True, tag="drain"):

@@ -32,6 +32,7 @@ from .data_link import (
 )
 from .membership import (
     CachedPages,
+    Cordon,
     Drain,
     Flush,
     Heartbeat,
@@ -302,7 +303,7 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
 ToRouter = OfNode | OfWork
-OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain
+OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain | Cordon
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
 OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | NixlWelcome | PagePortWelcome | LinkRefused

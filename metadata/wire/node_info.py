@@ -174,6 +174,9 @@ class Load(Message, frozen=True):
     ranks: Annotated[tuple[RankLoad, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     free_tails: Annotated[Count, Since(8)] = 0  # tail pages, free or in the cache with no reference
     quarantined_slots: Annotated[Count, Since(8)] = 0  # of NIXL's staging ring: reads that were given up are not over
+    # of a prefill node: how many prompts each router may have there at once; 0: the node does not say
+    max_prompts: Annotated[Count, Since(8)] = 0
+    num_routers: Annotated[Count, Since(8)] = 0  # that have given, or may give, what it has to do; 0: it does not say
 
     @classmethod
     def of_idle(cls, capacity: Capacity) -> Load:
@@ -209,6 +212,13 @@ class NodeStats(Message, frozen=True):
     # by rank, if each has sequences of its own: rounds in which others had some and this one had none
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     cache_changes: Annotated[Count, Since(8)] = 0  # pages that the prefix cache stored or removed
+
+
+class Service(Message, frozen=True):
+    """What all routers of a node must know alike. The node keeps it, and each heartbeat carries it."""
+
+    is_cordoned: bool = False  # an operator has asked a router to drain the node
+    num_flushes: Count = 0  # how often its prefix cache was emptied
 
 
 class PoolLedger(Message, frozen=True):

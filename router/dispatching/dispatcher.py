@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from ...metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
 from ...metadata.wire.membership import (
     CachedPages,
+    Cordon,
     Flush,
     Heartbeat,
     Hello,
@@ -52,6 +53,7 @@ from ...metadata.wire.messages import (
     ToNode,
     ToRouter,
 )
+from ...metadata.wire.node_info import Service
 from ..config import RouterConfig
 from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from ..figures.metrics import Metrics
@@ -185,12 +187,14 @@ class Dispatcher:
         """Give a node no new work. After `timeout_s` (None: the configured drain_timeout_s) its unfinished work moves
         to other nodes. Raises NotFound."""
         self._drains.begin(node_id, now + (self._config.drain_timeout_s if timeout_s is None else timeout_s))
+        self._tell_drains()
         return self._take(now)
 
     def undrain(self, node_id: str, now: float) -> list[Effect]:
         """Undo `drain`. Raises NotFound, and Conflict if the node itself said that it leaves."""
         for node in self._drains.undo(node_id):
             self._take_in(node, now)
+        self._tell_drains()
         return self._take(now)
 
     def ask_ledgers(self, query: int, now: float, *, flush: bool) -> list[Effect]:
@@ -288,8 +292,11 @@ class Dispatcher:
                     else:
                         self._tokens_failed(event.sequence, event.reason, now)
             case Heartbeat():
+                before = node.beat
                 self.registry.beat(node, message, now)
                 self._ask_pages(node, now)
+                if message.service is not None:
+                    self._heard_service(node, None if before is None else before.service, message.service, now)
                 self._to_pump.add(node.group)
             case Reserved():
                 self._reserved(node, message, now)
@@ -322,6 +329,17 @@ class Dispatcher:
         """Ask a node to tell its cached pages anew if some of its news is missing."""
         if node.knows(TellPages) and node.cache.asks(now):
             self._effects.append(Send(node, TellPages(router_epoch=self.epoch)))
+
+    def _heard_service(self, node: Node, before: Service | None, service: Service, now: float) -> None:
+        """A node says what other routers' operators have asked of it."""
+        if before is not None and service.num_flushes > before.num_flushes:
+            self._placement.forget_cache(node)
+        if self._drains.heard(node, service, now + self._config.drain_timeout_s):
+            self._take_in(node, now)
+
+    def _tell_drains(self) -> None:
+        for node, is_cordoned in self._drains.to_tell():
+            self._effects.append(Send(node, Cordon(router_epoch=self.epoch, is_cordoned=is_cordoned)))
 
     # A request waits, and gets its nodes
 
@@ -713,6 +731,7 @@ class Dispatcher:
             self._to_pump.add(group)
         self._look(now)
         self.cancels.repeat(now)
+        self._tell_drains()
         for node in self._drains.due(now):
             self._end_all(self._rescheduling.evict(node, "its time to drain is over", now), now)
             self._to_pump.add(node.group)

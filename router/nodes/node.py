@@ -36,6 +36,7 @@ from .told_pages import ToldPages
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 FLIGHT_S = 0.02  # a report may have been made this long before it came, without the prompts sent since
+QUEUED_PER_SLOT = 2  # prompts that a prefill node of an older release may hold per slot of its batch
 FULL_S = 2.0  # a node that refused a reservation is asked again after so long at the latest
 
 
@@ -155,6 +156,12 @@ class Node:
     def max_running(self) -> int:
         """Choices or prompts that it can work on at once."""
         return self.hello.capacity.max_running
+
+    @property
+    def max_prompts(self) -> int:
+        """Prompts that this router may have at the node at once: what the node grants it. A node of an older release
+        grants nothing, and knows no other router."""
+        return self._load.max_prompts or QUEUED_PER_SLOT * self.max_running
 
     @property
     def num_pages(self) -> int:
@@ -375,7 +382,8 @@ class Node:
 
     def num_queued_tokens(self, now: float) -> int:
         """Return how many prompt tokens the node has still to compute, if it is as fast as it reported: those that it
-        reported last, and those that it was given since, but no more than those of its unfinished prompts."""
+        reported last, and those that it was given since. If it has no other router, these are no more than those of its
+        unfinished prompts."""
         token_s = self.prompt_times.token_s
         num_left, at = float(self._load.queued_tokens), self._reported_at
         given = [each for each in self._prompts.values() if each.given_at >= self._reported_at - FLIGHT_S]
@@ -383,7 +391,7 @@ class Node:
             if token_s > 0:
                 num_left = max(0.0, num_left - max(0.0, given_at - at) / token_s)
             num_left, at = num_left + num_tokens, max(at, given_at)
-        return min(self.num_prompt_tokens, int(num_left))
+        return int(num_left) if self._load.num_routers > 1 else min(self.num_prompt_tokens, int(num_left))
 
     def oldest_prompt_at(self, now: float) -> float:
         """Return when the node was given the oldest prompt that it has not finished; `now` if there is none."""

@@ -30,8 +30,18 @@ from ...metadata.errors import ProtocolError
 from ...metadata.handoff.schema import schema
 from ...metadata.logs import Throttle
 from ...metadata.wire.frames import apart
-from ...metadata.wire.membership import Heartbeat, Hello, HelloAgain, Leaving, Refusal, TokenizerFile, Welcome
+from ...metadata.wire.membership import (
+    Cordon,
+    Heartbeat,
+    Hello,
+    HelloAgain,
+    Leaving,
+    Refusal,
+    TokenizerFile,
+    Welcome,
+)
 from ...metadata.wire.messages import ToNode
+from ...metadata.wire.node_info import Service
 from ...metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
 from ...metadata.wire.request import MAX_TEXT
 from ..errors import Conflict, NotFound
@@ -319,12 +329,19 @@ def _key_of(hello: Hello) -> GroupKey:
     )
 
 
+_SAYS = {True: "drained by an operator", False: "put back by an operator"}
+
+
 class Drains:
-    """Names of the nodes that operators drain. `nodes` is a view of the nodes that have joined."""
+    """Names of the nodes that operators drain. `nodes` is a view of the nodes that have joined.
+
+    A node is told, and tells all its routers. Until its heartbeat says what it was told here, that is told again, and
+    what the heartbeat says does not count. Nodes of older releases are drained at this router alone."""
 
     def __init__(self, nodes: Mapping[bytes, Node]) -> None:
         self._nodes = nodes
         self._names: set[str] = set()
+        self._told: dict[bytes, bool] = {}  # by routing id: whether it is cordoned, not confirmed by a heartbeat yet
 
     def begin(self, node_id: str, evict_at: float) -> None:
         """Give the node, or all ranks of the group, no new work. At `evict_at` its unfinished work moves elsewhere.
@@ -333,6 +350,7 @@ class Drains:
         self._names.add(nodes[0].unit)
         for node in nodes:
             node.cordon(evict_at)
+            self._told[node.routing_id] = True
         logger.info("node %s (%s) drains: an operator has asked for it", nodes[0].unit, nodes[0].role)
 
     def undo(self, node_id: str) -> list[Node]:
@@ -349,6 +367,7 @@ class Drains:
         self._names.discard(nodes[0].unit)
         for node in nodes:
             node.uncordon()
+            self._told[node.routing_id] = False
             if node.is_leaving:
                 raise Conflict(f"{drain_words(node)}; that cannot be undone")
         logger.info("node %s (%s) takes requests again", nodes[0].unit, nodes[0].role)
@@ -358,7 +377,33 @@ class Drains:
         """A node has joined. If it was drained when it was lost, it still is."""
         if node.unit in self._names and not node.is_cordoned:
             node.cordon()
+            self._told[node.routing_id] = True
             logger.info("node %s (%s) has come back; it drains still", node.node_id, node.role)
+
+    def to_tell(self) -> list[tuple[Node, bool]]:
+        """Return the nodes that have not confirmed whether they are cordoned. To be called several times per second."""
+        self._told = {peer: value for peer, value in self._told.items() if peer in self._nodes}
+        told = [(self._nodes[peer], value) for peer, value in self._told.items()]
+        return [(node, value) for node, value in told if node.knows(Cordon)]
+
+    def heard(self, node: Node, service: Service, evict_at: float) -> bool:
+        """A node says whether it is cordoned: an operator may have asked another router for it. Its unfinished work
+        moves elsewhere at `evict_at`. Return whether it takes requests again."""
+        told = self._told.get(node.routing_id)
+        if told is not None:
+            if told == service.is_cordoned:
+                del self._told[node.routing_id]
+            return False
+        if service.is_cordoned == node.is_cordoned:
+            return False
+        logger.info("another router says: %s (%s) is %s", node.unit, node.role, _SAYS[service.is_cordoned])
+        if service.is_cordoned:
+            self._names.add(node.unit)
+            node.cordon(evict_at)
+        else:
+            self._names.discard(node.unit)
+            node.uncordon()
+        return not service.is_cordoned
 
     def left(self, node: Node) -> None:
         """A node has left by its own word."""

@@ -42,7 +42,6 @@ from .prompt_placement import (
 
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
 EXPECTED_S = 2.0  # a node tells pages so soon after it has computed them
-QUEUED_PER_SLOT = 2  # prompts that a prefill node may hold per slot of its batch
 
 
 class DecodeFigures(NamedTuple):
@@ -193,7 +192,7 @@ class Placement:
         able: list[Node] = []
         if decode is not None or not entry.needs_decode:
             able = self._prefill_nodes(entry, decode and decode.node, has_others=has_others)
-        frees = [node for node in able if node.num_prompts < QUEUED_PER_SLOT * node.max_running]
+        frees = [node for node in able if node.num_prompts < node.max_prompts]
         able_locals = self._local_nodes(entry, has_others=bool(frees))
         if self._is_held(entry, [*frees, *able_locals], now):
             return None
@@ -384,7 +383,7 @@ class Placement:
             PrefillFigures(
                 node.num_prompt_tokens,
                 node.num_prompts,
-                QUEUED_PER_SLOT * node.max_running,
+                node.max_prompts,
                 len(request.prompt_ids) - self._num_uncached(node, entry, now),
                 node.routing_id == last,
             )

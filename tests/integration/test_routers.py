@@ -6,11 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import Cluster, held, wait_until
 from patience import load_factor
+from releases import newest, unpack
 
 NewCluster = Callable[..., Cluster]
 PROMPTS = [[1 + (7 * index + step) % 50 for step in range(20 + index)] for index in range(6)]
@@ -88,3 +90,51 @@ def _owners(cluster: Cluster) -> Counter[str]:
     for books in cluster.ledger()["nodes"].values():
         owners.update(books["routers"])
     return owners
+
+
+def test_a_node_that_is_drained_at_one_router_is_drained_for_all(clusters: tuple[Cluster, Cluster]) -> None:
+    cluster, other = clusters
+    for ask, hear, path in ((cluster, other, "drain"), (other, cluster, "undrain"), (other, cluster, "drain")):
+        assert ask.post(f"/admin/nodes/decode-0/{path}")[0] == 200
+        wait_until(
+            lambda hear=hear, path=path: _is_draining(hear) == (path == "drain"), f"the other router hears: {path}"
+        )
+    assert _is_draining(cluster) and _is_draining(other)
+    assert cluster.post("/admin/nodes/decode-0/undrain")[0] == 200
+    wait_until(lambda: not _is_draining(other), "both serve again")
+    assert texts(cluster, range(1), max_tokens=8) == texts(other, range(1), max_tokens=8)
+
+
+def test_prefill_nodes_divide_the_prompts_that_they_take_between_routers(clusters: tuple[Cluster, Cluster]) -> None:
+    cluster, other = clusters
+    wait_until(lambda: [_prefill_load(each)["num_routers"] for each in clusters] == [2, 2], "both are counted")
+    both = _prefill_load(cluster)["max_prompts"]
+    other.processes["router"].kill()
+    wait_until(lambda: _prefill_load(cluster)["max_prompts"] == 2 * both, "a router has gone")
+
+
+def _is_draining(cluster: Cluster) -> bool:
+    (node,) = [node for node in cluster.nodes() if node["role"] == "decode"]
+    return node["is_draining"]
+
+
+def _prefill_load(cluster: Cluster) -> dict[str, int]:
+    (node,) = [node for node in cluster.nodes() if node["role"] == "prefill"]
+    return node["load"]
+
+
+@pytest.mark.parametrize("is_older_first", [True, pytest.param(False, marks=pytest.mark.whole)])
+def test_a_router_of_the_previous_release_serves_the_same_nodes_beside_a_new_one(
+    new_cluster: NewCluster, tmp_path: Path, is_older_first: bool
+) -> None:
+    """It knows of no other router. Nodes speak its protocol with it, and theirs with the new router."""
+    release = unpack(newest(), tmp_path)
+    other, cluster = new_cluster(), new_cluster()
+    (cluster if is_older_first else other).releases["router"] = release
+    other.start_router()
+    cluster.also_join = (other.node_address,)
+    cluster.start()
+    other.wait_ready(num_nodes=2)
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(lambda each: texts(each, range(1), max_tokens=24), (cluster, other)))
+    assert both[0] == both[1]

@@ -10,7 +10,6 @@ from ...nodes.availability import drain_summary, drain_words
 from ...nodes.mismatch import missing_partner
 from ...nodes.node import ROLES, Node, NodeGroup
 from ...nodes.registry import Registry
-from ...placement.placement import QUEUED_PER_SLOT
 from ...requests.request import Attempt, Request
 from ...requests.trace import Span
 from ...waiting.queue import Entry, WaitingQueue
@@ -88,7 +87,7 @@ def _missing_partner(node: Node, registry: Registry) -> str:
 def _why_full(node: Node, now: float) -> str:
     """Return why a node that is ready has no room for more, "" if it has."""
     if node.role == "prefill":
-        most = QUEUED_PER_SLOT * node.max_running
+        most = node.max_prompts
         return f"full: it holds {node.num_prompts} of at most {most} prompts" if node.num_prompts >= most else ""
     if node.num_units >= node.max_running:
         return f"full: it runs {node.num_units} of at most {node.max_running} sequences"

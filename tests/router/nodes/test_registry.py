@@ -25,7 +25,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire import protocol
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.membership import TokenizerFile
-from baton.metadata.wire.node_info import GroupRank, NodeStats
+from baton.metadata.wire.node_info import GroupRank, NodeStats, Service
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended
 from baton.router.errors import Conflict, NotFound
@@ -677,3 +677,46 @@ def test_a_drain_of_a_node_that_is_gone_can_be_undone() -> None:
     again = Node(drained.first.hello, drained.first.group, 0.0)
     drained.drains.joined(again)
     assert not again.is_cordoned
+
+
+class Shared:
+    """A node that another router shares, as this router's drains see it."""
+
+    def __init__(self) -> None:
+        group: Any = SimpleNamespace(live=lambda role: [])
+        self.node = Node(site_hello("decode", "d0"), group, 0.0)
+        self.drains = Drains({self.node.routing_id: self.node})
+
+    def says(self, *, is_cordoned: bool) -> bool:
+        """The node sends a heartbeat. Return whether it takes requests again."""
+        return self.drains.heard(self.node, Service(is_cordoned), 9.0)
+
+
+def test_a_node_that_another_router_drains_is_drained_here_and_put_back_with_it() -> None:
+    shared = Shared()
+    assert not shared.says(is_cordoned=False) and not shared.node.is_cordoned
+    assert not shared.says(is_cordoned=True) and shared.node.is_cordoned
+    assert shared.drains.to_tell() == [] and shared.node.must_evict(9.0)
+    assert shared.says(is_cordoned=False) and not shared.node.is_cordoned
+
+
+def test_a_heartbeat_from_before_a_drain_does_not_undo_it() -> None:
+    shared = Shared()
+    shared.drains.begin("d0", 5.0)
+    for _ in range(2):  # until the node confirms it, it is told again
+        assert shared.drains.to_tell() == [(shared.node, True)]
+        assert not shared.says(is_cordoned=False) and shared.node.is_cordoned
+    assert not shared.says(is_cordoned=True) and shared.drains.to_tell() == []
+    shared.drains.undo("d0")
+    assert shared.drains.to_tell() == [(shared.node, False)]
+    assert not shared.says(is_cordoned=True) and not shared.node.is_cordoned
+    assert not shared.says(is_cordoned=False) and shared.drains.to_tell() == []
+
+
+def test_a_drained_node_that_comes_back_is_told_anew() -> None:
+    shared = Shared()
+    shared.drains.begin("d0", 5.0)
+    shared.says(is_cordoned=True)
+    shared.node.uncordon()  # another epoch
+    shared.drains.joined(shared.node)
+    assert shared.drains.to_tell() == [(shared.node, True)]
