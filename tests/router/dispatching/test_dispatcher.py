@@ -478,9 +478,7 @@ def test_a_reservation_without_an_answer_is_asked_for_again_and_then_given_up() 
     world.wait(ASK_S + 2 * SLOW_TICK_S)
     first, second = world.got("d0", m.Reserve)
     assert second == msgspec.structs.replace(first, waited_s=second.waited_s)
-    assert (first.waited_s, second.waited_s) == (0.0, pytest.approx(ASK_S, abs=0.1)), (
-        "the node learns the request's age"
-    )
+    assert first.waited_s == 0.0 and ASK_S <= second.waited_s <= ASK_S + 2 * SLOW_TICK_S, "the request's age"
     world.unreachable = {"d0"}  # an earlier copy may have arrived: its answer is still awaited
     world.wait(ASK_S + 2 * SLOW_TICK_S)
     world.unreachable.clear()
