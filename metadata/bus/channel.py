@@ -82,7 +82,19 @@ class RouterChannel:
         self._node_id, self._keys = hello.node_id, keys
         self._num_welcomes = 0
         self._welcomed_by: str | None = None
-        self._unwelcome_at, self._unwelcome_log_s = time.monotonic(), UNWELCOME_LOG_S
+        self._seen_at = self._unwelcome_at = time.monotonic()
+        self._unwelcome_log_s = UNWELCOME_LOG_S
+
+    @property
+    def away_s(self) -> float:
+        """For how long no router has been in view here, as of the last `receive`."""
+        return time.monotonic() - self._seen_at
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether a connection stands by which nothing has come. ZeroMQ leaves one so if a later connection to the same
+        router takes over the node's routing id."""
+        return self.session.router_epoch is None and self.link.outlook == "connected"
 
     @property
     def router(self) -> str | None:
@@ -112,6 +124,8 @@ class RouterChannel:
                     events.append(TurnedAway(reason))
                 case _:
                     events.append(item)
+        if self.session.router_epoch is not None:
+            self._seen_at = time.monotonic()
         self.heartbeat.speak(self.session.protocol, self._num_welcomes)
         return events
 

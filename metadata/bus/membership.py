@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.5
 IDLE_LIMIT_S = 10.0
 REPORT_INTERVAL_S = 0.1
+ALIAS_S = 10.0  # without a router at its first address, its other ones are tried
+UNHEARD_S = 3.0  # then twice as long, and so on
 _LINGER_MS = 500  # how long the last message of a leaving node may take
 
 
@@ -134,7 +136,8 @@ class Membership:
         self._routers = routers
         self._addresses = RouterAddresses(routers)
         self._channels: list[RouterChannel] = []
-        self._aliases: dict[str, str] = {}  # further addresses of a router that has a channel: its epoch
+        self._aliases: dict[str, str] = {}  # further addresses of a router: the address of its channel
+        self._num_unheard = Counter[str]()  # by address: how often nothing came by a connection that stood
         self._refusals: dict[str, str] = {}  # by address of the router
         self._service = Service()
         self._has_joined = False
@@ -280,29 +283,41 @@ class Membership:
     # --- channels ---
 
     def _follow_addresses(self, work: list[RouterWork | RouterGone]) -> None:
-        """Open channels to new addresses. Close those of addresses that are no longer named, once no router is there,
-        and those to a router that has a channel by another address."""
+        """Open channels to new addresses. Close those of addresses that are no longer named, once no router is there.
+
+        If several lead to one router, close them all and connect anew by the first one: a router hears only the latest
+        connection of a node, and that may be another one for messages than for heartbeats. A connection by which
+        nothing comes is made anew for the same reason."""
         named = self._addresses.current
-        epochs = [channel.session.router_epoch for channel in self._channels]
-        self._aliases = {address: epoch for address, epoch in self._aliases.items() if epoch in epochs}
-        for index, channel in enumerate(list(self._channels)):
-            epoch = epochs[index]
-            if epoch is not None and epoch in epochs[:index]:
-                logger.info("%s is another address of a router that this node has met", channel.address)
-                self._aliases[channel.address] = epoch
-            elif channel.address in named or channel.router is not None:
-                continue
+        away_s = {channel.address: channel.away_s for channel in self._channels}
+        self._aliases = {alias: at for alias, at in self._aliases.items() if away_s.get(at, ALIAS_S) < ALIAS_S}
+        firsts: dict[str, str] = {}  # by epoch
+        epochs = Counter(channel.session.router_epoch for channel in self._channels)
+        for channel in list(self._channels):
+            address, epoch = channel.address, channel.session.router_epoch
+            if epoch is not None and epochs[epoch] > 1:
+                first = firsts.setdefault(epoch, address)
+                if first != address:
+                    logger.info("%s and %s are addresses of one router", first, address)
+                    self._aliases[address] = first
+            elif address not in named and channel.router is None:
+                logger.info("no router is called %s any more", address)
+            elif self.routers and channel.is_unheard and channel.away_s > UNHEARD_S * 2 ** self._num_unheard[address]:
+                self._num_unheard[address] += 1
             else:
-                logger.info("no router is called %s any more", channel.address)
-            if channel.router is not None:
-                work.append(RouterGone(channel.router, "it has two addresses; one of them is left"))
-            self._num_dropped += channel.link.dropped_frames
-            self._channels.remove(channel)
-            channel.close()
+                continue
+            self._close(channel, work)
         present = {channel.address for channel in self._channels}
         for address in named:
             if address not in present and address not in self._aliases:
                 self._open(address)
+
+    def _close(self, channel: RouterChannel, work: list[RouterWork | RouterGone]) -> None:
+        if channel.router is not None:
+            work.append(RouterGone(channel.router, "it has several addresses, and the node connects anew"))
+        self._num_dropped += channel.link.dropped_frames
+        self._channels.remove(channel)
+        channel.close()
 
     def _open(self, address: str) -> None:
         load = Load.of_idle(self._hello.capacity)
@@ -318,6 +333,7 @@ class Membership:
                     channel.news.begin(self.member.cache, key)
                 notify(None if self._has_joined else "ready", f"serves the router at {channel.address}")
                 self._has_joined = True
+                del self._num_unheard[channel.address]
                 self._refusals.pop(channel.address, None)
                 if self._leaving_until is not None:
                     channel.send(Leaving(done=False))

@@ -16,7 +16,16 @@ from baton.metadata.bus.curve import KeyPair
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.membership import Membership
 from baton.metadata.errors import Refused
-from baton.metadata.wire.membership import CachedPages, Hello, HelloAgain, Leaving, Refusal, TellPages, Welcome
+from baton.metadata.wire.membership import (
+    CachedPages,
+    Hello,
+    HelloAgain,
+    Leaving,
+    Refusal,
+    RouterHeartbeat,
+    TellPages,
+    Welcome,
+)
 from baton.metadata.wire.messages import Cancelled, ToRouter
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message
@@ -237,7 +246,12 @@ async def test_two_addresses_of_one_router_are_one_router(hello: Hello) -> None:
     node = Membership(hello, addresses, lambda: None, router.keys, 1.0)  # type: ignore[arg-type,return-value]
     try:
         node.start()
-        await until(lambda: node.receive() is not None and len(node._channels) == 1 and node.routers == ["e0"])
+
+        def look() -> bool:  # a router sends signs of life
+            router.hub.send(b"n:1", RouterHeartbeat(router_epoch="e0"))
+            return node.receive() is not None and len(node._channels) == 1 and node.routers == ["e0"]
+
+        await until(look)
         num_hellos = sum(isinstance(message, Hello) for message in router.got)
         for _ in range(50):
             await asyncio.sleep(0.01)
