@@ -29,7 +29,7 @@ class ByHand(HostCluster):
 def commands(page: str, section: str) -> list[list[str]]:
     """Return the lines of a section's code, in words without remarks."""
     text = (DOCS / page).read_text()
-    part = re.split(r"^## ", text.partition(f"## {section}\n")[2], flags=re.MULTILINE)[0]
+    part = re.split(r"^##+ ", text.partition(f"## {section}\n")[2], flags=re.MULTILINE)[0]
     return [shlex.split(line, comments=True) for line in re.findall(r"^    (.*)$", part, re.MULTILINE)]
 
 
