@@ -27,10 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.operations import captures
 from ...kernels.products.norm import Norm, rms_norm
 from ...kernels.state.delta_rule import DeltaWeights, gated_delta_rule
-from ...kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools, delta_prompt, delta_round, gate_heads
+from ...kernels.state.paged_delta import (
+    DeltaInputs,
+    DeltaPlan,
+    DeltaPools,
+    delta_prompt,
+    delta_round,
+    gate_heads,
+    have_kernels,
+)
 from ..attention.context import AttentionContext
 from ..attention.pool_rows import NewRows, PoolRows
 from ..checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DELTA_UPDATES, delta_block
@@ -62,7 +69,7 @@ class DeltaNet:
         weights, (num_heads, num_shared, _, value_dim) = self.weights, self.weights.state_shape
         parts = zip(self._projected(normed), self.ups, strict=True)
         of_heads = [(part if up is None else up(part)).unflatten(1, (num_heads, -1)) for part, up in parts]
-        if captures(of_heads[0].device) and len(of_heads[0]) and weights.dt_bias.shape[2] == 1:
+        if len(of_heads[0]) and have_kernels(weights):
             return self._by_kernels(of_heads, context.further)
         num_channels, num_gates = weights.taps.shape[1], num_shared * value_dim
         qkv, gate, ba = torch.cat(of_heads, 2).tensor_split([num_channels, num_channels + num_gates], 2)

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..operations import kernel
+from ..operations import captures, kernel
 from ..products.norm import Norm
 from .delta_rule import DeltaWeights
 
@@ -100,6 +100,12 @@ class DeltaPlan(NamedTuple):
     def is_round(self) -> bool:
         """Whether sequences have few new tokens, and equally many."""
         return self.blocks is None
+
+
+def have_kernels(weights: DeltaWeights) -> bool:
+    """Return whether kernels compute a delta rule with these weights where they lie: on a GPU, with one decay per value
+    head."""
+    return captures(weights.dt_bias.device) and weights.dt_bias.shape[2] == 1
 
 
 @kernel
