@@ -1,6 +1,6 @@
 """A config.json on disk, read with typed getters whose errors name file, key and value.
 
-The objects of this file know which fields they were asked for. known_fields.py refuses most of the others.
+The objects of this file know which fields they were asked for. config_fields.py refuses most of the others.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, cast, get_args
 from ...metadata.errors import ModelError
 from ..models.families import FAMILIES
 from ..models.family import NUM_EXPERTS, ModelFamily
-from .class_defaults import CLASS_DEFAULTS, THETAS
+from .config_fields import CLASS_DEFAULTS, THETAS, refuse_unknown_fields
 from .config_file import TEXT, ConfigFile, Fields
-from .known_fields import refuse_unknown_fields
 from .model_config import (
     ROPE_TYPES,
     CheckpointDtype,

@@ -35,14 +35,17 @@ def tails_beside(
     max_running: int,
     relative_size: float = 1.0,
 ) -> int:
-    """Return the number of tail pages of a pool that has `num_pages` kept pages. The padding page is counted. The
-    number is never larger than that of kept pages. `num_new`: tokens of the rounds of a sequence. `relative_size`:
-    bytes of a tail page over those of a kept page.
+    """Return how many tail pages a pool with `num_pages` kept pages gets: at most `num_pages`, padding page included.
 
-    Two chunks get what they need. The sequences that may run get what they need, but at most a quarter of `num_pages`:
-    that is enough if a text is four times as long as its tail. The prefix cache gets another quarter: work can then
-    continue behind every cached text that is four windows long. If tail pages are larger than kept ones, it gets a
-    quarter of the bytes of the kept pages, or as many tail pages as the sequences."""
+    `num_new`: new tokens of one sequence in a round. `relative_size`: bytes of a tail page divided by the bytes of a
+    kept page. The sum has three parts:
+
+    - chunks: what two chunks of `chunk_len` tokens need;
+    - sequences: what `max_running` sequences need, at most a quarter of `num_pages`. This is enough if texts are four
+      times as long as their tails;
+    - the prefix cache: a quarter of `num_pages`, so that work can continue behind each cached text of four windows. If
+      tail pages are larger than kept pages, the cache gets a quarter of the bytes of all kept pages instead, but not
+      fewer pages than the sequences."""
     of_chunks = 2 * most_tails(window, chunk_len + num_new, page_size)
     of_sequences = min(max_running * most_tails(window, num_new, page_size), num_pages // 4)
     of_cache = min(num_pages // 4, max(int(num_pages / (4 * relative_size)), of_sequences))

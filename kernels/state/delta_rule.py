@@ -62,7 +62,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaOutputs(NamedTuple):
-    """What follows from rows. `num` is their number without those before the first block."""
+    """Results of the rule for `num` rows. The rows that only the first convolutions read are not counted."""
 
     outputs: Tensor  # [num, num_value_heads, value_dim] float32
     updates: Tensor  # likewise, U of each row

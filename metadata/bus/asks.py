@@ -1,12 +1,13 @@
-"""Asks: the routers that a full node has refused, and whose turn it is when the node has room again.
+"""Asks of routers for room on a full node, in the order of their age.
 
     refuse --> waiting --(room)--> told --grant--> served
                   |                  '--(GRANT_S)--> lapsed
                   '--(not repeated for REPEAT_S)---> lapsed
 
-A node does not know what waits in routers, and no router knows what waits in another. So a refused router leaves an ask
-with the age of its request, as a duration, because the clocks of hosts differ. While asks wait, the node grants room
-only to the router of the oldest. Pure logic: the caller passes the time in monotonic seconds.
+Several routers share a node, and none knows which requests wait in another one. When the node refuses a request, it
+notes an ask for that router, with the age of the request. The age is a duration, because the clocks of hosts differ.
+When pages are freed, the node tells the router of the oldest ask, and grants room to no other router meanwhile. The
+caller passes the time in monotonic seconds.
 """
 
 from __future__ import annotations

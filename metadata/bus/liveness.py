@@ -198,13 +198,12 @@ class _Peer:
 
 
 class PeerLiveness(Generic[_K]):
-    """The router's judgement of each node: alive, stuck or dead. A node is stuck if its present phase takes longer than
-    the limit of that phase. A node is dead if it is silent for too long.
+    """State of each node as the router sees it: alive, stuck or dead. A node is stuck if its present phase takes longer
+    than the limit of that phase. A node is dead if it is silent for too long.
 
-    On a starved machine heartbeats come late, and on a slow network a lost packet holds them up for round trips. So a
-    node whose last heartbeats were far apart, or that measures a long round trip, may be silent for longer. So may
-    a node whose first heartbeat has not come, since it has another connection than the Hello. A node that starts is not
-    stuck, however long that takes.
+    A busy machine sends heartbeats late, and a lost packet delays them by round trips. Therefore a node may be silent
+    for longer in three cases: its last heartbeats were far apart, it measures a long round trip, or its first heartbeat
+    has not come yet (heartbeats have a connection of their own). A node that starts is never stuck.
 
     The router calls `check` a few times per second. If the router itself was held up, its nodes get that time on top,
     because their heartbeats lie unread in its socket.

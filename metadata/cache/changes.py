@@ -1,7 +1,7 @@
 """Changes of a prefix cache, read in batches: which pages it has stored and removed since the last batch.
 
-A step of the node only notes that a page has changed. Between steps `read` looks what has become of the page, and makes
-its name if it is new. A page that was stored and removed in between appears in no batch.
+A step of the node only notes that a page has changed. Between steps `read` looks up whether the page is still
+cached, and makes its name if it is new. A page that was stored and removed in between appears in no batch.
 
 The first batch begins a walk through the whole cache, parents before their children; so does the one after
 `begin_anew`, or after more changes than are kept.
@@ -58,15 +58,16 @@ class StoredPage(NamedTuple):
 
 @dataclass(slots=True)
 class ChangeBatch:
-    """What has changed. If it `begins`, the cache has no other pages than those that batches tell from then on."""
+    """Changes of a cache since the batch before. A batch that `begins` also removes all pages that earlier batches have
+    named: the cache holds only pages of this batch and of later ones."""
 
     begins: bool = False
     stored: list[StoredPage] = field(default_factory=list[StoredPage])  # parents first
     removed: list[bytes] = field(default_factory=list[bytes])
     stored_tails: list[bytes] = field(default_factory=list[bytes])  # names of tail pages
     removed_tails: list[bytes] = field(default_factory=list[bytes])
-    is_whole: bool = False  # nothing is left of the walk
-    num_changes: int = 0  # of the cache since its start, those that this batch and the ones before tell
+    is_whole: bool = False  # the walk through the cache has ended
+    num_changes: int = 0  # told so far, by this batch and all before it, since the start of the cache
 
 
 class CacheChanges:

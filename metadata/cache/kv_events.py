@@ -67,7 +67,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What happened since the batch before."""
+    """Events since the batch before, in order."""
 
     ts: float  # seconds since 1970
     events: list[Event]

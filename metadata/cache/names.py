@@ -1,11 +1,11 @@
-"""Names of cached pages: what nodes and routers call a page of a prefix cache on the wire.
+"""Names of cached pages, by which a node tells a router what its prefix cache holds.
 
 A name is 128 bits of BLAKE2b, keyed, over the salt and all tokens up to the page's end. Names are chained page by page:
 
     name of page i = H(key; name of page i - 1, tokens of page i and the next `lookahead` tokens)
 
-The name of page -1 is a hash of the salt. A shifted drafter's KV depends on the next tokens (prefix_cache.py), so pages
-whose next tokens are unknown have no name. Each router draws a key at its start and tells it to the nodes that it
+The name of page -1 is a hash of the salt. The KV of a shifted drafter depends on the next tokens (prefix_cache.py), so a
+page has no name while its next tokens are unknown. Each router draws a key at its start and tells it to the nodes that it
 welcomes. So names of one router mean nothing to another, and no client can prepare two prompts whose pages have one
 name. A name is a hint all the same: whoever serves a page compares its tokens.
 """

@@ -1,8 +1,9 @@
-"""NIXL agents of this process: `PoolAgent` lets peers read our pools, and `RingAgent` reads theirs into a staging ring.
+"""NIXL agents of one process. A `PoolAgent` lets decode nodes read the pools of a prefill node. A `RingAgent` reads
+them into the staging ring of a decode node.
 
-NIXL cannot cancel a read: bytes may land after its handle was released (ai-dynamo/nixl#2067). So a read never names a
-page of ours. It lands in a slot of the ring, and we copy it from there. The slot of a read that nobody wants any more
-is in *quarantine* until NIXL says that the read is over; until then nothing else is read into it.
+NIXL cannot cancel a read: bytes may land after the read's handle was released (ai-dynamo/nixl#2067). Therefore a read
+never goes to a page of a pool. It goes to a slot of the ring, and the transport copies the page from there. If a read
+is given up, its slot stays in *quarantine*, unused, until NIXL says that the read is over.
 
 NIXL listens without authentication: whoever reaches its port and knows the pool's key can read the pool. So it listens
 at the interface of the data link alone, and only operators who have said --plain-pages use it.

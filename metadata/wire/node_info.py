@@ -215,7 +215,8 @@ class NodeStats(Message, frozen=True):
 
 
 class Service(Message, frozen=True):
-    """What all routers of a node must know alike. The node keeps it, and each heartbeat carries it."""
+    """Requests of operators that concern all routers of a node. The node keeps them and repeats them in each
+    heartbeat, so a router also learns what an operator has asked of another router."""
 
     is_cordoned: bool = False  # an operator has asked a router to drain the node
     num_flushes: Count = 0  # how often its prefix cache was emptied

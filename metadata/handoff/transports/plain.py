@@ -1,5 +1,7 @@
-"""Transport `plain`, for any two hosts with keys whose operators have said --plain-pages: as `aes`, but whoever sees
-the network can read the pages, and so the prompts. Each message still has a tag (GMAC), so nobody can change one."""
+"""Transport `plain`: the transport `aes` without encryption, for two nodes with keys and --plain-pages.
+
+Everybody who sees the network can read the pages, and so the prompts. Nobody can change them: each message has an
+authentication tag (GMAC)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 from ....metadata.errors import RequestError
 from ....metadata.wire.request import FROM_CHECKPOINT, MAX_CONTEXT, SamplingParams
 from ...nodes.node import NodeGroup
-from ...requests.request import TextOptions
+from ...requests.request import Request, TextOptions
 from .idempotency import SEED_BITS
 from .types import ChatRequest, CommonRequest, CompletionRequest
 
@@ -91,10 +91,13 @@ def sampling_params(
     )
 
 
-def check_received(received: Sequence[int], params: SamplingParams, group: NodeGroup) -> None:
-    """Raise RequestError for output tokens of an earlier answer that no output with these parameters goes on after."""
+def continue_after(request: Request, received: Sequence[int]) -> None:
+    """Let the first output of a request continue behind the tokens `received` of an earlier answer, if there are any.
+
+    Raises RequestError if a token is outside the vocabulary, or if the output had already ended."""
     if not received:
         return
+    params, group = request.params, request.group
     _check_ids("received_token_ids", received, group.card.vocab_size)
     reason = ""
     if len(received) >= params.max_tokens:
@@ -103,6 +106,7 @@ def check_received(received: Sequence[int], params: SamplingParams, group: NodeG
         reason = f"its last token, {received[-1]}, ends the output"
     if reason:
         raise RequestError(f"received_token_ids: {reason}; nothing is left to generate", param="received_token_ids")
+    request.sequences[0].continue_after(received)
 
 
 def asked_tokens(body: CommonRequest, context_len: int) -> int:

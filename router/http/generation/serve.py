@@ -37,7 +37,7 @@ from .answers import AnswerFormat, StreamedAnswer, WholeAnswer
 from .grammars import asked_grammar, chat_grammar
 from .idempotency import KEYED_SEED, SEED_HEADER
 from .output import OutputReading
-from .parameters import asked_tokens, check_chat, check_received, request_seed, sampling_params, text_options, timeout_s
+from .parameters import asked_tokens, check_chat, continue_after, request_seed, sampling_params, text_options, timeout_s
 from .tools import tool_use
 from .types import CancelledRequest, ChatRequest, CommonRequest
 
@@ -135,9 +135,7 @@ async def serve(
         )
         for rid, ids in prompts
     ]
-    if received:
-        check_received(received, requests[0].params, group)
-        requests[0].sequences[0].continue_after(received)
+    continue_after(requests[0], received)
     num_tokens = sum(len(ids) for _, ids in prompts)
     max_tokens = max(request.params.max_tokens for request in requests)
     asked = Asked(len(prompts), num_tokens, max_tokens, body.priority or 0, timeout, caller.tenant)

@@ -1,4 +1,5 @@
-"""What published files say is read, and a field that could change the text unseen is refused by name."""
+"""The table of defaults against the classes of transformers; published files are read, and a field that could change
+the text unseen is refused by name."""
 
 from __future__ import annotations
 
@@ -9,8 +10,17 @@ from typing import Any
 import pytest
 import transformers
 from published_configs import PUBLISHED
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from baton.engine.checkpoint.known_fields import FIXED, INERT, INERT_PATTERNS, ROPE_FIXED, ROPE_INERT
+from baton.engine.checkpoint.config_fields import (
+    CLASS_DEFAULTS,
+    FIXED,
+    INERT,
+    INERT_PATTERNS,
+    ROPE_FIXED,
+    ROPE_INERT,
+    THETAS,
+)
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.families import FAMILIES
 from baton.metadata.errors import ModelError
@@ -165,3 +175,21 @@ def test_no_field_is_listed_twice() -> None:
     assert not [key for key in INERT if INERT_PATTERNS.search(key)]
     for family in FAMILIES.values():
         assert not INERT & {*family.inert, *family.fixed} and not {*family.inert} & {*family.fixed}
+
+
+@pytest.mark.parametrize("model_type", CLASS_DEFAULTS)
+def test_the_table_says_what_the_class_says(model_type: str) -> None:
+    whole = CONFIG_MAPPING[model_type]().to_dict()
+    for key, value in CLASS_DEFAULTS[model_type].items():
+        if key == "sliding_window" and not whole.get("use_sliding_window", True):
+            continue  # the class forgets the size of a window that is off
+        assert whole.get(key) == value, key
+    theta = THETAS.get(model_type, 10_000.0)
+    rope = whole["rope_parameters"]
+    assert theta is None or rope.get("full_attention", rope)["rope_theta"] == theta
+
+
+def test_every_text_model_inside_another_has_its_defaults() -> None:
+    """Files of mixtures state their sizes."""
+    inner = {each for family in FAMILIES.values() if family.read_experts is None for each in family.text_types}
+    assert inner <= CLASS_DEFAULTS.keys()
