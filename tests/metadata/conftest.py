@@ -1,4 +1,4 @@
-"""Messages of every type, filled from their own declarations."""
+"""Fixtures of messages, of every type and filled from their own declarations, and of inboxes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import uvloop
 from samples import make_sample
+
+from baton.metadata.handoff.descriptors import DescriptorInbox
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -39,3 +41,11 @@ def nodes() -> Iterator[list[Any]]:
     yield held
     for node in reversed(held):
         node.close()
+
+
+@pytest.fixture
+def inbox() -> Iterator[DescriptorInbox]:
+    """An inbox of descriptors that is closed after the test."""
+    inbox = DescriptorInbox()
+    yield inbox
+    inbox.close()

@@ -27,13 +27,6 @@ from baton.metadata.handoff.descriptors import (
 )
 
 
-@pytest.fixture
-def inbox() -> Iterator[DescriptorInbox]:
-    inbox = DescriptorInbox()
-    yield inbox
-    inbox.close()
-
-
 def num_open(path: str = "") -> int:
     """Return how many descriptors this process has open; if `path` is given, only those of that file."""
     links = Path("/proc/self/fd").iterdir()

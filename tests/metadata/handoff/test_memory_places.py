@@ -26,13 +26,6 @@ def pools() -> Iterator[list[PageMemory]]:
 
 
 @pytest.fixture
-def inbox() -> Iterator[DescriptorInbox]:
-    inbox = DescriptorInbox()
-    yield inbox
-    inbox.close()
-
-
-@pytest.fixture
 def welcome(pools: list[PageMemory]) -> LinkWelcome:
     return make_welcome(LinkWelcome, pools, "local")
 

@@ -11,7 +11,6 @@ import pytest
 from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, same_pages, unit
 
 from baton.metadata.errors import ProtocolError, TransferError
-from baton.metadata.handoff.descriptors import DescriptorInbox
 from baton.metadata.handoff.memory_places import send_memory
 from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transports.base import Move, PullEnd
@@ -30,13 +29,6 @@ def pools() -> Iterator[tuple]:
     yield source, target
     for pool in (*source, *target):
         pool.close()
-
-
-@pytest.fixture
-def inbox() -> Iterator[DescriptorInbox]:
-    inbox = DescriptorInbox()
-    yield inbox
-    inbox.close()
 
 
 def welcome(source) -> LinkWelcome:
