@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .delta_rule import DeltaWeights
 from .paged_delta import DeltaInputs, DeltaPlan, DeltaPools
-from .triton_delta_rows import PRECISIONS, TILE, check_layer, convolved, decays, places, store_rows, unit
+from .triton_delta_rows import PRECISIONS, TILE, check_layer, convolved, decays, places, store_gates, store_rows, unit
 
 _COLUMNS = 32  # of a state that a program of the third kernel has
 
@@ -158,14 +158,10 @@ def _convolve_kernel(
             is_column, channels = columns < VALUE_DIM, 2 * KEY_DIM + shared * VALUE_DIM + columns
             store_rows(slots, is_new, channels, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head,
                        HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-            one = tl.arange(0, 1)
-            is_one = one == 0
             b_ptr += token * small_stride + head * B_HEAD + shared
             a_ptr += token * small_stride + head * A_HEAD + shared
-            store_rows(slots, is_new, one, is_one, CHANNELS + shared, b_ptr, rows_ptr, pages_ptr, start,
-                       small_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-            store_rows(slots, is_new, one, is_one, CHANNELS + SHARED + shared, a_ptr, rows_ptr, pages_ptr, start,
-                       small_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+            store_gates(slots, is_new, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS,
+                        SHARED, PAGE_SIZE, WIDTH)  # fmt: skip
             v = convolved(slots, is_row, channels, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
                           token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
             at = places(slots, is_row, pages_ptr, head, HEADS, PAGE_SIZE)[:, None] * (SHARED * VALUE_DIM)
@@ -234,13 +230,24 @@ def _solve_kernel(
         w = tl.dot(inverse, k * (beta * tl.exp(decay))[:, None], input_precision=PRECISION)
         at = ((block * BLOCK + row) * (HEADS * SHARED) + value_head)[:, None] * KEY_DIM + dims[None, :]
         tl.store(w_ptr + at, w.to(w_ptr.dtype.element_ty), mask=is_in)
-        for begin in range(0, VALUE_DIM, BLOCK_V):
-            columns = begin + tl.arange(0, BLOCK_V)
-            own = (place + row)[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
-            is_value = is_row[:, None] & (columns < VALUE_DIM)[None, :]
-            v = tl.load(updates_ptr + own, mask=is_value, other=0.0)
-            u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
-            tl.store(updates_ptr + own, u, mask=is_value)
+        own_ptr = updates_ptr + place * (SHARED * VALUE_DIM) + shared * VALUE_DIM
+        _solve_values(own_ptr, inverse, beta, is_row, SHARED * VALUE_DIM, VALUE_DIM, BLOCK_V, PRECISION)
+
+
+@triton.jit
+def _solve_values(
+    updates_ptr, inverse, beta, is_row, STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Replace the values of a block at `updates_ptr`, rows STRIDE apart, by U0."""
+    row = tl.arange(0, is_row.shape[0])
+    for begin in range(0, VALUE_DIM, BLOCK_V):
+        columns = begin + tl.arange(0, BLOCK_V)
+        own = updates_ptr + row[:, None] * STRIDE + columns[None, :]
+        is_value = is_row[:, None] & (columns < VALUE_DIM)[None, :]
+        v = tl.load(own, mask=is_value, other=0.0)
+        u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
+        tl.store(own, u, mask=is_value)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import gpu
 from .delta_rule import DeltaWeights
 from .paged_delta import MAX_ROUND_LEN, DeltaInputs, DeltaPlan, DeltaPools
-from .triton_delta_rows import TILE, check_layer, convolved, decays, numbers, places, store_rows, unit
+from .triton_delta_rows import TILE, check_layer, convolved, decays, numbers, places, store_gates, store_rows, unit
 
 _FEW_PROGRAMS = 192  # with fewer value heads of sequences, several programs share one, so that all processors have work
 
@@ -125,21 +125,11 @@ def _round_kernel(
     state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
     if DEPENDENT and EARLY:
         gdc_wait()
-    is_kept = row < stop - start
-    if part == 0:
-        stored = tl.arange(0, 1)
-        is_stored = stored == 0
-        store_rows(start + row, is_kept, stored, is_stored, CHANNELS + shared, b_ptr, rows_ptr, pages_ptr, start,
-                   small_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        store_rows(start + row, is_kept, stored, is_stored, CHANNELS + SHARED + shared, a_ptr, rows_ptr, pages_ptr,
-                   start, small_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        if shared == 0:
-            for of_key in tl.static_range(2):
-                store_rows(start + row, is_kept, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr,
-                           start, token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
     values = 2 * KEY_DIM + shared * VALUE_DIM + columns
-    store_rows(start + row, is_kept, values, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head,
-               HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    _store_new(
+        start + row, row < stop - start, part, shared, dims, is_dim, values, is_column, qkv_ptr, b_ptr, a_ptr, rows_ptr,
+        pages_ptr, start, token_stride, small_stride, head, HEADS, SHARED, KEY_DIM, PAGE_SIZE, WIDTH,
+    )  # fmt: skip
     begin = start
     while begin < stop:
         end = tl.minimum(stop, edge + BLOCK)
@@ -163,28 +153,12 @@ def _round_kernel(
         decay += tl.cumsum(decays(a, is_new, a_log, dt_bias), 0)
         known = tl.exp(decay)[:, None] * times(k, state, WARPS)
         output = tl.exp(decay)[:, None] * times(q, state, WARPS)
-        passed = 0.0
-        for first in range(edge, begin, TILE):
-            keys, old_decay, updates, passed, is_old = _old_rows(
-                first, begin, passed, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr,
-                updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM,
-                PAGE_SIZE, WIDTH, TAPS, TILE,
-            )  # fmt: skip
-            between = tl.exp(tl.where(is_old[None, :], decay[:, None] - old_decay[None, :], float("-inf")))
-            of_k = times(k, tl.trans(keys), WARPS) * between
-            of_q = times(q, tl.trans(keys), WARPS) * between
-            known = tl.dot(of_k, updates, known, input_precision="tf32x3")
-            output = tl.dot(of_q, updates, output, input_precision="tf32x3")
-        is_earlier = (row[:, None] >= row[None, :]) & is_new[:, None]
-        between = tl.exp(tl.where(is_earlier, decay[:, None] - decay[None, :], float("-inf")))
-        of_k = times(k, tl.trans(k), WARPS) * between * beta[:, None]
-        of_k = tl.where(row[:, None] > row[None, :], of_k, 0.0)
-        of_q = times(q, tl.trans(k), WARPS) * between
-        update = beta[:, None] * (v - known)
-        for i in range(end - begin):
-            solved = tl.sum(tl.where(row[:, None] == i, update, 0.0), 0)[None, :]
-            update -= tl.sum(tl.where(row[None, :] == i, of_k, 0.0), 1)[:, None] * solved
-            output += tl.sum(tl.where(row[None, :] == i, of_q, 0.0), 1)[:, None] * solved
+        known, output = _with_old(
+            k, q, known, output, decay, edge, begin, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr,
+            rows_ptr, updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM,
+            PAGE_SIZE, WIDTH, TAPS, TILE, WARPS,
+        )  # fmt: skip
+        update, output = _solved(q, k, beta[:, None] * (v - known), output, decay, beta, is_new, end - begin, WARPS)
         is_in = is_new[:, None] & is_column[None, :]
         at = places(slots, is_new, pages_ptr, head, HEADS, PAGE_SIZE)[:, None] * (SHARED * VALUE_DIM)
         tl.store(updates_ptr + at + shared * VALUE_DIM + columns[None, :], update, mask=is_in)
@@ -192,16 +166,11 @@ def _round_kernel(
         tl.store(out_ptr + at, output.to(out_ptr.dtype.element_ty), mask=is_in)
         if end == edge + BLOCK:
             last = tl.sum(tl.where(row == end - begin - 1, decay, 0.0), 0)
-            state *= tl.exp(last)
-            passed = 0.0
-            for first in range(edge, begin, TILE):
-                keys, old_decay, updates, passed, is_old = _old_rows(
-                    first, begin, passed, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr,
-                    updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM,
-                    PAGE_SIZE, WIDTH, TAPS, TILE,
-                )  # fmt: skip
-                keys *= tl.exp(tl.where(is_old, last - old_decay, float("-inf")))[:, None]
-                state = tl.dot(tl.trans(keys), updates, state, input_precision="tf32x3")
+            state = _past_old(
+                state * tl.exp(last), last, edge, begin, dims, is_dim, columns, is_column, shared, a_log, dt_bias,
+                qkv_ptr, rows_ptr, updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM,
+                VALUE_DIM, PAGE_SIZE, WIDTH, TAPS, TILE,
+            )  # fmt: skip
             keys = k * tl.exp(tl.where(is_new, last - decay, float("-inf")))[:, None]
             state = tl.dot(tl.trans(keys), tl.where(is_in, update, 0.0), state, input_precision="tf32x3")
             place = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
@@ -215,6 +184,42 @@ def _round_kernel(
 
 
 @triton.jit
+def _store_new(
+    slots, is_row, part, shared, dims, is_dim, values, is_column, qkv_ptr, b_ptr, a_ptr, rows_ptr, pages_ptr, start,
+    token_stride, small_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of new tokens in the pool: each program its own values, the first program of a value head its b
+    and a, and the first program of a key head q and k."""
+    if part == 0:
+        store_gates(slots, is_row, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS, SHARED,
+                    PAGE_SIZE, WIDTH)  # fmt: skip
+        if shared == 0:
+            for of_key in tl.static_range(2):
+                store_rows(slots, is_row, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start,
+                           token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    store_rows(slots, is_row, values, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head, HEADS,
+               PAGE_SIZE, WIDTH)  # fmt: skip
+
+
+@triton.jit
+def _solved(q, k, update, output, decay, beta, is_new, num_new, WARPS: tl.constexpr):
+    """Return the updates of new rows [ROWS, BLOCK_V] and their outputs, by forward substitution. `update` and `output`
+    are those that follow from the rows before alone."""
+    row = tl.arange(0, is_new.shape[0])
+    is_earlier = (row[:, None] >= row[None, :]) & is_new[:, None]
+    between = tl.exp(tl.where(is_earlier, decay[:, None] - decay[None, :], float("-inf")))
+    of_k = times(k, tl.trans(k), WARPS) * between * beta[:, None]
+    of_k = tl.where(row[:, None] > row[None, :], of_k, 0.0)
+    of_q = times(q, tl.trans(k), WARPS) * between
+    for i in range(num_new):
+        solved = tl.sum(tl.where(row[:, None] == i, update, 0.0), 0)[None, :]
+        update -= tl.sum(tl.where(row[None, :] == i, of_k, 0.0), 1)[:, None] * solved
+        output += tl.sum(tl.where(row[None, :] == i, of_q, 0.0), 1)[:, None] * solved
+    return update, output
+
+
+@triton.jit
 def times(x, y, PARTS: tl.constexpr):
     """Return the product of x [M, K] and y [K, N], [M, N] float32. Each warp has a part of K, because with few rows or
     columns all warps would hold all of x or y."""
@@ -222,6 +227,48 @@ def times(x, y, PARTS: tl.constexpr):
     x = tl.permute(tl.reshape(x, [x.shape[0], PARTS, size]), (1, 0, 2))
     y = tl.reshape(y, [PARTS, size, y.shape[1]])
     return tl.sum(tl.dot(x, y, input_precision="tf32x3"), 0)
+
+
+@triton.jit
+def _with_old(
+    k, q, known, output, decay, edge, begin, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr,
+    rows_ptr, updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+    TILE: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Return `known` and `output` [ROWS, BLOCK_V] of the new rows, with what the rows from `edge` to `begin` add."""
+    passed = 0.0
+    for first in range(edge, begin, TILE):
+        keys, old_decay, updates, passed, is_old = _old_rows(
+            first, begin, passed, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr,
+            updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM, PAGE_SIZE,
+            WIDTH, TAPS, TILE,
+        )  # fmt: skip
+        between = tl.exp(tl.where(is_old[None, :], decay[:, None] - old_decay[None, :], float("-inf")))
+        of_k = times(k, tl.trans(keys), WARPS) * between
+        of_q = times(q, tl.trans(keys), WARPS) * between
+        known = tl.dot(of_k, updates, known, input_precision="tf32x3")
+        output = tl.dot(of_q, updates, output, input_precision="tf32x3")
+    return known, output
+
+
+@triton.jit
+def _past_old(
+    state, last, edge, begin, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr, updates_ptr,
+    pages_ptr, taps_ptr, start, token_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return `state` [BLOCK_K, BLOCK_V] with what the rows from `edge` to `begin` add. `last`: the decay at the end."""
+    passed = 0.0
+    for first in range(edge, begin, TILE):
+        keys, old_decay, updates, passed, is_old = _old_rows(
+            first, begin, passed, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr,
+            updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM, PAGE_SIZE,
+            WIDTH, TAPS, TILE,
+        )  # fmt: skip
+        keys *= tl.exp(tl.where(is_old, last - old_decay, float("-inf")))[:, None]
+        state = tl.dot(tl.trans(keys), updates, state, input_precision="tf32x3")
+    return state
 
 
 @triton.jit

@@ -148,3 +148,16 @@ def store_rows(
     row = places(slots, is_row, pages_ptr, head, HEADS, PAGE_SIZE)
     at = rows_ptr + row[:, None] * WIDTH + first_column + columns[None, :]
     tl.store(at, x.to(rows_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def store_gates(
+    slots, is_row, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Store b and a of one value head, the last numbers of a row, as `store_rows` does."""
+    one = tl.arange(0, 1)
+    store_rows(slots, is_row, one, one == 0, WIDTH - 2 * SHARED + shared, b_ptr, rows_ptr, pages_ptr, start,
+               small_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    store_rows(slots, is_row, one, one == 0, WIDTH - SHARED + shared, a_ptr, rows_ptr, pages_ptr, start, small_stride,
+               head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
