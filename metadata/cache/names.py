@@ -4,10 +4,11 @@ A name is 128 bits of BLAKE2b, keyed, over the salt and all tokens up to the pag
 
     name of page i = H(key; name of page i - 1, tokens of page i and the next `lookahead` tokens)
 
-The name of page -1 is a hash of the salt. The KV of a shifted drafter depends on the next tokens (prefix_cache.py), so a
-page has no name while its next tokens are unknown. Each router draws a key at its start and tells it to the nodes that it
-welcomes. So names of one router mean nothing to another, and no client can prepare two prompts whose pages have one
-name. A name is a hint all the same: whoever serves a page compares its tokens.
+The name of page -1 is a hash of the salt. The KV of a shifted drafter depends on the next tokens (prefix_cache.py), so
+a page has no name while its next tokens are unknown. Each router draws a key at its start and tells it to the nodes
+that it welcomes. So names of one router mean nothing to another router, and no client can prepare two prompts whose
+pages have one name. A name is a hint all the same: the node that gets a prompt compares its tokens with those of its
+cache.
 """
 
 from __future__ import annotations
