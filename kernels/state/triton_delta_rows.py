@@ -44,7 +44,8 @@ def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, p
 def places(slots, is_row, pages_ptr, head, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Return the numbers of rows of one head in a pool, int64, given their slots of any shape."""
     page = tl.load(pages_ptr + slots // PAGE_SIZE, mask=is_row, other=0)
-    return (page * HEADS + head) * PAGE_SIZE + slots % PAGE_SIZE
+    # Triton takes what the first slot of a tile is a multiple of for a factor of every place. It is told that there is none.
+    return tl.multiple_of((page * HEADS + head) * PAGE_SIZE + slots % PAGE_SIZE, 1)
 
 
 @triton.jit

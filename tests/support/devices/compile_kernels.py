@@ -310,7 +310,7 @@ def _delta() -> None:
     from baton.kernels.state import triton_delta_gate, triton_delta_prompt, triton_delta_round
 
     types = _TYPES | dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias"), "*fp32")
-    types["decays"] = "*fp32"
+    types |= {"decays": "*fp32", "rows": "*bf16"}
     types |= dict.fromkeys(("starts", "stops", "tokens", "first_blocks", "block_seqs", "block_edges"), "*i32")
     sizes = {"HEADS": 16, "SHARED": 2, "KEY_DIM": 128, "VALUE_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_K": 128}
     strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
