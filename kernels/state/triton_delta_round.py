@@ -1,7 +1,8 @@
 """Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge.
 
 A program has some columns of one value head of one sequence. Columns of states, values and updates are independent of
-each other, so programs do not wait for each other. They all compute the keys that they need.
+each other, so programs do not wait for each other. Each computes the keys since the edge once more, and then takes the
+new rows one after another. So the bits of a row do not depend on how many rows a round has.
 """
 
 # ruff: noqa: N803, N806
@@ -30,7 +31,7 @@ def delta_round(
     """Store the rows and updates of new tokens, and the states after the blocks that they complete. Return the outputs,
     [num_tokens, num_value_heads, value_dim] of the inputs' dtype.
 
-    `is_alone`: no kernel of this forward has written states of this layer, so they may be read while the kernel before
+    `is_alone`: no kernel of this forward has written pages of this layer, so they may be read while the kernel before
     still runs."""
     check_layer(inputs, weights, pools, plan)
     (num_tokens, num_heads, _), (_, num_shared, key_dim, value_dim) = inputs.qkv.shape, weights.state_shape
@@ -38,25 +39,25 @@ def delta_round(
     assert plan.is_round and query_len is not None and num_tokens == num_seqs * query_len, plan
     assert plan.seq_lens.is_contiguous() and plan.table.stride(1) == 1, (plan.seq_lens, plan.table)
     out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.qkv.dtype, device=inputs.qkv.device)
-    block_k = max(TILE, triton.next_power_of_2(key_dim))
-    block_v, num_warps = tiles_of(num_seqs * num_heads * num_shared, value_dim)
+    block_v, num_warps, num_registers = tiles_of(num_seqs * num_heads * num_shared, value_dim)
     dependent = gpu.dependent_launch(num_tokens)
     _round_kernel[(num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs)](
         out, *pools, inputs.qkv, inputs.b, inputs.a, *weights[:3], plan.seq_lens, plan.table, query_len,
         plan.table.shape[1] * page_size, inputs.qkv.stride(0), inputs.b.stride(0), plan.table.stride(0),
         QKV_HEAD=inputs.qkv.stride(1), B_HEAD=inputs.b.stride(1), A_HEAD=inputs.a.stride(1), HEADS=num_heads,
         SHARED=num_shared, KEY_DIM=key_dim, VALUE_DIM=value_dim, TAPS=weights.taps.shape[2], PAGE_SIZE=page_size,
-        BLOCK=plan.block, STATE_PART=pools.states.shape[4], BLOCK_K=block_k, BLOCK_V=block_v, ROWS=MAX_ROUND_LEN,
-        WARPS=min(num_warps, block_k // 16), EARLY=is_alone, DEPENDENT=dependent, num_warps=num_warps,
-        launch_pdl=dependent,
+        BLOCK=plan.block, ROWS=max(TILE, plan.block), STATE_PART=pools.states.shape[4],
+        BLOCK_K=max(TILE, triton.next_power_of_2(key_dim)), BLOCK_V=block_v, NEW=MAX_ROUND_LEN, EARLY=is_alone,
+        DEPENDENT=dependent, num_warps=num_warps, num_stages=1, maxnreg=num_registers, launch_pdl=dependent,
     )  # fmt: skip
     return out
 
 
-def tiles_of(num_states: int, value_dim: int) -> tuple[int, int]:
-    """Return the columns of a program and its warps, for so many value heads of sequences."""
+def tiles_of(num_states: int, value_dim: int) -> tuple[int, int, int | None]:
+    """Return the columns of a program, its warps, and the most registers of a thread, for so many value heads of
+    sequences."""
     whole = max(TILE, int(triton.next_power_of_2(value_dim)))
-    return min(32 if num_states < _FEW_PROGRAMS else 64, whole), 8
+    return (min(32, whole), 8, None) if num_states < _FEW_PROGRAMS else (min(64, whole), 8, 128)
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
@@ -88,16 +89,15 @@ def _round_kernel(
     TAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of a block
     STATE_PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    WARPS: tl.constexpr,  # that divide BLOCK_K
-    EARLY: tl.constexpr,  # states are read before the kernel before ends
+    NEW: tl.constexpr,  # rows of a round at most
+    EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs)."""
-    TILE: tl.constexpr = 16
     NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
     WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
@@ -123,63 +123,50 @@ def _round_kernel(
             gdc_wait()
     place = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
     state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
+    keys, decay, passed, updates = _since_edge(
+        edge, row, start, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr, updates_ptr,
+        pages_ptr, taps_ptr, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM, PAGE_SIZE, WIDTH, TAPS,
+    )  # fmt: skip
     if DEPENDENT and EARLY:
         gdc_wait()
-    values = 2 * KEY_DIM + shared * VALUE_DIM + columns
+    values, new = 2 * KEY_DIM + shared * VALUE_DIM + columns, tl.arange(0, NEW)
     _store_new(
-        start + row, row < stop - start, part, shared, dims, is_dim, values, is_column, qkv_ptr, b_ptr, a_ptr, rows_ptr,
+        start + new, new < stop - start, part, shared, dims, is_dim, values, is_column, qkv_ptr, b_ptr, a_ptr, rows_ptr,
         pages_ptr, start, token_stride, small_stride, head, HEADS, SHARED, KEY_DIM, PAGE_SIZE, WIDTH,
     )  # fmt: skip
-    begin = start
-    while begin < stop:
-        end = tl.minimum(stop, edge + BLOCK)
-        slots = begin + row
-        is_new = slots < end
-        q = unit(convolved(slots, is_new, dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride,
-                           head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
-        q *= KEY_DIM**-0.5
-        k = unit(convolved(slots, is_new, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                           token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
-        v = convolved(slots, is_new, values, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride,
-                      head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
-        new = (slots - start).to(tl.int64) * small_stride
-        beta = tl.sigmoid(tl.load(b_ptr + new, mask=is_new, other=0.0).to(tl.float32))
-        a = tl.load(a_ptr + new, mask=is_new, other=0.0).to(tl.float32)
-        before = edge + tl.arange(0, BLOCK)
-        is_before = before < begin
-        a_before = numbers(before, is_before, CHANNELS + SHARED + shared, a_ptr, rows_ptr, pages_ptr, start,
-                           token_stride, head, HEADS, PAGE_SIZE, WIDTH, False)  # fmt: skip
-        decay = tl.sum(decays(a_before, is_before, a_log, dt_bias), 0)
-        decay += tl.cumsum(decays(a, is_new, a_log, dt_bias), 0)
-        known = tl.exp(decay)[:, None] * times(k, state, WARPS)
-        output = tl.exp(decay)[:, None] * times(q, state, WARPS)
-        known, output = _with_old(
-            k, q, known, output, decay, edge, begin, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr,
-            rows_ptr, updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM,
-            PAGE_SIZE, WIDTH, TAPS, TILE, WARPS,
-        )  # fmt: skip
-        update, output = _solved(q, k, beta[:, None] * (v - known), output, decay, beta, is_new, end - begin, WARPS)
-        is_in = is_new[:, None] & is_column[None, :]
-        at = places(slots, is_new, pages_ptr, head, HEADS, PAGE_SIZE)[:, None] * (SHARED * VALUE_DIM)
-        tl.store(updates_ptr + at + shared * VALUE_DIM + columns[None, :], update, mask=is_in)
-        at = (slots - start)[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
-        tl.store(out_ptr + at, output.to(out_ptr.dtype.element_ty), mask=is_in)
-        if end == edge + BLOCK:
-            last = tl.sum(tl.where(row == end - begin - 1, decay, 0.0), 0)
-            state = _past_old(
-                state * tl.exp(last), last, edge, begin, dims, is_dim, columns, is_column, shared, a_log, dt_bias,
-                qkv_ptr, rows_ptr, updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM,
-                VALUE_DIM, PAGE_SIZE, WIDTH, TAPS, TILE,
-            )  # fmt: skip
-            keys = k * tl.exp(tl.where(is_new, last - decay, float("-inf")))[:, None]
-            state = tl.dot(tl.trans(keys), tl.where(is_in, update, 0.0), state, input_precision="tf32x3")
+    for slot in range(start, stop):
+        q, k, v = _new_row(slot, dims, is_dim, values, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
+                           token_stride, head, HEADS, KEY_DIM, PAGE_SIZE, WIDTH, TAPS)  # fmt: skip
+        token = slot - start
+        beta = tl.sigmoid(tl.load(b_ptr + token * small_stride).to(tl.float32))
+        passed += decays(tl.load(a_ptr + token * small_stride).to(tl.float32), slot < stop, a_log, dt_bias)
+        here = slot - edge
+        between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
+        of_k, of_q = tl.sum(keys * k[None, :], 1) * between, tl.sum(keys * q[None, :], 1) * between
+        known = tl.exp(passed) * tl.sum(state * k[:, None], 0) + tl.sum(of_k[:, None] * updates, 0)
+        output = tl.exp(passed) * tl.sum(state * q[:, None], 0) + tl.sum(of_q[:, None] * updates, 0)
+        update = beta * (v - known)
+        output += tl.sum(q * k, 0) * update
+        place = places(slot, slot >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
+        own_ptr = updates_ptr + (place * SHARED + shared) * VALUE_DIM
+        tl.store(own_ptr + columns, update, mask=is_column)
+        own_ptr = out_ptr + token * (HEADS * SHARED * VALUE_DIM)
+        tl.store(own_ptr + columns, output.to(out_ptr.dtype.element_ty), mask=is_column)
+        is_here = row == here
+        keys = tl.where(is_here[:, None], k[None, :], keys)
+        updates = tl.where(is_here[:, None], update[None, :], updates)
+        decay = tl.where(is_here, passed, decay)
+        if here == BLOCK - 1:
+            faded = keys * tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))[:, None]
+            state = _advanced(state * tl.exp(passed), faded, updates)
             place = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
             tl.store(states_ptr + place * STATE_PART + numbers_of_state, state, mask=is_state)
-        begin = end
-        edge += BLOCK
-    is_lost = (row >= stop - start) & (row < query_len)  # without a slot
-    at = row[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
-    nothing = tl.zeros([ROWS, BLOCK_V], out_ptr.dtype.element_ty)
+            keys, updates = tl.zeros_like(keys), tl.zeros_like(updates)
+            passed = 0.0
+            edge += BLOCK
+    is_lost = (new >= stop - start) & (new < query_len)  # without a slot
+    at = new[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
+    nothing = tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, nothing, mask=is_lost[:, None] & is_column[None, :])
 
 
@@ -203,90 +190,53 @@ def _store_new(
 
 
 @triton.jit
-def _solved(q, k, update, output, decay, beta, is_new, num_new, WARPS: tl.constexpr):
-    """Return the updates of new rows [ROWS, BLOCK_V] and their outputs, by forward substitution. `update` and `output`
-    are those that follow from the rows before alone."""
-    row = tl.arange(0, is_new.shape[0])
-    is_earlier = (row[:, None] >= row[None, :]) & is_new[:, None]
-    between = tl.exp(tl.where(is_earlier, decay[:, None] - decay[None, :], float("-inf")))
-    of_k = times(k, tl.trans(k), WARPS) * between * beta[:, None]
-    of_k = tl.where(row[:, None] > row[None, :], of_k, 0.0)
-    of_q = times(q, tl.trans(k), WARPS) * between
-    for i in range(num_new):
-        solved = tl.sum(tl.where(row[:, None] == i, update, 0.0), 0)[None, :]
-        update -= tl.sum(tl.where(row[None, :] == i, of_k, 0.0), 1)[:, None] * solved
-        output += tl.sum(tl.where(row[None, :] == i, of_q, 0.0), 1)[:, None] * solved
-    return update, output
-
-
-@triton.jit
-def times(x, y, PARTS: tl.constexpr):
-    """Return the product of x [M, K] and y [K, N], [M, N] float32. Each warp has a part of K, because with few rows or
-    columns all warps would hold all of x or y."""
-    size: tl.constexpr = x.shape[1] // PARTS
-    x = tl.permute(tl.reshape(x, [x.shape[0], PARTS, size]), (1, 0, 2))
-    y = tl.reshape(y, [PARTS, size, y.shape[1]])
-    return tl.sum(tl.dot(x, y, input_precision="tf32x3"), 0)
-
-
-@triton.jit
-def _with_old(
-    k, q, known, output, decay, edge, begin, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr,
-    rows_ptr, updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
-    TILE: tl.constexpr, WARPS: tl.constexpr,
+def _since_edge(
+    edge, row, start, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr, updates_ptr,
+    pages_ptr, taps_ptr, token_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Return `known` and `output` [ROWS, BLOCK_V] of the new rows, with what the rows from `edge` to `begin` add."""
-    passed = 0.0
-    for first in range(edge, begin, TILE):
-        keys, old_decay, updates, passed, is_old = _old_rows(
-            first, begin, passed, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr,
-            updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM, PAGE_SIZE,
-            WIDTH, TAPS, TILE,
-        )  # fmt: skip
-        between = tl.exp(tl.where(is_old[None, :], decay[:, None] - old_decay[None, :], float("-inf")))
-        of_k = times(k, tl.trans(keys), WARPS) * between
-        of_q = times(q, tl.trans(keys), WARPS) * between
-        known = tl.dot(of_k, updates, known, input_precision="tf32x3")
-        output = tl.dot(of_q, updates, output, input_precision="tf32x3")
-    return known, output
-
-
-@triton.jit
-def _past_old(
-    state, last, edge, begin, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr, updates_ptr,
-    pages_ptr, taps_ptr, start, token_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Return `state` [BLOCK_K, BLOCK_V] with what the rows from `edge` to `begin` add. `last`: the decay at the end."""
-    passed = 0.0
-    for first in range(edge, begin, TILE):
-        keys, old_decay, updates, passed, is_old = _old_rows(
-            first, begin, passed, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr,
-            updates_ptr, pages_ptr, taps_ptr, start, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM, PAGE_SIZE,
-            WIDTH, TAPS, TILE,
-        )  # fmt: skip
-        keys *= tl.exp(tl.where(is_old, last - old_decay, float("-inf")))[:, None]
-        state = tl.dot(tl.trans(keys), updates, state, input_precision="tf32x3")
-    return state
-
-
-@triton.jit
-def _old_rows(
-    first, begin, passed, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr, updates_ptr,
-    pages_ptr, taps_ptr, start, token_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Return the rows from slot `first` on, before `begin`: keys [TILE, BLOCK_K], decays since the edge [TILE], updates
-    [TILE, BLOCK_V], the decay of all rows so far, and which rows exist [TILE]. `passed`: the decay before them."""
-    slots = first + tl.arange(0, TILE)
-    is_old = slots < begin
+    """Return what the rows from `edge` to `start` have left: keys [ROWS, BLOCK_K], decays since the edge [ROWS], the
+    decay of them all, and updates [ROWS, BLOCK_V]. Rows that do not exist yet are zeros."""
+    slots, is_old = edge + row, row < start - edge
     keys = unit(convolved(slots, is_old, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
                           token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, False))  # fmt: skip
     a = numbers(slots, is_old, WIDTH - SHARED + shared, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head, HEADS,
                 PAGE_SIZE, WIDTH, False)  # fmt: skip
     own = decays(a, is_old, a_log, dt_bias)
-    at = places(slots, is_old, pages_ptr, head, HEADS, PAGE_SIZE)[:, None] * (SHARED * VALUE_DIM)
-    is_in = is_old[:, None] & is_column[None, :]
-    updates = tl.load(updates_ptr + at + shared * VALUE_DIM + columns[None, :], mask=is_in, other=0.0)
-    return keys, passed + tl.cumsum(own, 0), updates, passed + tl.sum(own, 0), is_old
+    place = places(edge, start > edge, pages_ptr, head, HEADS, PAGE_SIZE)
+    at = (place + row)[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
+    updates = tl.load(updates_ptr + at, mask=is_old[:, None] & is_column[None, :], other=0.0)
+    return keys, tl.cumsum(own, 0), tl.sum(own, 0), updates
+
+
+@triton.jit
+def _new_row(
+    slot, dims, is_dim, values, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride, head,
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Return the query and the key [BLOCK_K] and the value [BLOCK_V] of a new row."""
+    one = tl.arange(0, 1)
+    slots, is_row = slot + one, one == 0
+    q = unit(convolved(slots, is_row, dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride, head,
+                       HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
+    k = unit(convolved(slots, is_row, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
+                       token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
+    v = convolved(slots, is_row, values, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride, head,
+                  HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
+    return tl.sum(q, 0) * KEY_DIM**-0.5, tl.sum(k, 0), tl.sum(v, 0)
+
+
+@triton.jit
+def _advanced(state, keys, updates):
+    """Return `state` [BLOCK_K, BLOCK_V] with the products of `keys` [ROWS, BLOCK_K] and `updates` [ROWS, BLOCK_V], few
+    rows at a time: this is rare, and should not take the registers of all rounds."""
+    TILE: tl.constexpr = 16
+    NUM: tl.constexpr = keys.shape[0] // TILE
+    tile = tl.arange(0, NUM)[:, None, None]
+    keys = tl.reshape(keys, [NUM, TILE, keys.shape[1]])
+    updates = tl.reshape(updates, [NUM, TILE, updates.shape[1]])
+    for i in range(NUM):
+        some_keys = tl.sum(tl.where(tile == i, keys, 0.0), 0)
+        some_updates = tl.sum(tl.where(tile == i, updates, 0.0), 0)
+        state = tl.dot(tl.trans(some_keys), some_updates, state, input_precision="tf32x3")
+    return state

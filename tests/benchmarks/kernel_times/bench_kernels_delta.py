@@ -119,14 +119,15 @@ def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
     """Rounds of one row by other columns and warps than the kernel chooses."""
     chosen = triton_delta_round.tiles_of
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for columns, num_warps in ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)):
+    for tile in ((16, 4, None), (32, 4, None), (32, 8, None), (32, 8, 128), (64, 8, None), (64, 8, 128), (128, 8, None),
+                 (128, 16, None)):  # fmt: skip
 
-        def given(*_: object, tiles: tuple[int, int] = (columns, num_warps)) -> tuple[int, int]:
-            return tiles
+        def given(*_: object, tile: tuple[int, int, int | None] = tile) -> tuple[int, int, int | None]:
+            return tile
 
         triton_delta_round.tiles_of = given
         for kernel in rounds(one, has_peer=False):
-            yield kernel._replace(name=f"{kernel.name}, {columns} columns, {num_warps} warps")
+            yield kernel._replace(name=f"{kernel.name}, {tile[0]} columns, {tile[1]} warps, {tile[2]} registers")
     triton_delta_round.tiles_of = chosen
 
 

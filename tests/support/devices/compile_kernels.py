@@ -316,11 +316,12 @@ def _delta() -> None:
     strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
     strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
     for num_states in (32, 1024):
-        block_v, num_warps = triton_delta_round.tiles_of(num_states, 128)
-        constants = {**sizes, **strides, "STATE_PART": 512, "BLOCK_V": block_v, "ROWS": 16, "EARLY": True}
-        constants |= {"DEPENDENT": True, "WARPS": num_warps}
+        block_v, num_warps, registers = triton_delta_round.tiles_of(num_states, 128)
+        constants = {**sizes, **strides, "STATE_PART": 512, "BLOCK_V": block_v, "ROWS": 64, "EARLY": True}
+        constants |= {"DEPENDENT": True, "NEW": 16}
         kernel = triton_delta_round._round_kernel
-        print(f"round {block_v}", compiled_bytes(kernel, constants, types, num_warps=num_warps))
+        launch = {"num_warps": num_warps, "num_stages": 1} | ({"maxnreg": registers} if registers else {})
+        print(f"round {block_v}", compiled_bytes(kernel, constants, types, **launch))
     kernel, constants = triton_delta_prompt._convolve_kernel, {**sizes, **strides, "ROWS": 64, "BLOCK_V": 128}
     print("convolve", compiled_bytes(kernel, constants, types | dict.fromkeys("qk", "*fp16"), num_warps=8))
     for precision, kept in (("tf32", "*fp16"), ("tf32x3", "*fp32")):
