@@ -1,8 +1,11 @@
-"""Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge.
+"""Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge, in two
+kernels.
 
-A program has some columns of one value head of one sequence. Columns of states, values and updates are independent of
-each other, so programs do not wait for each other. Each computes the keys since the edge once more, and then takes the
-new rows one after another. So the bits of a row do not depend on how many rows a round has.
+The first one stores new rows, and computes queries, keys, and their products with all keys since the edge, once for all
+columns. The second one has some columns of one value head of a sequence. Columns of states, values and updates are
+independent of each other, so programs do not wait for each other. Its states are on the way while the first one runs.
+
+Both take new rows one after another. So the bits of a row do not depend on how many rows a round has.
 """
 
 # ruff: noqa: N803, N806
@@ -20,9 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import gpu
 from .delta_rule import DeltaWeights
 from .paged_delta import MAX_ROUND_LEN, DeltaInputs, DeltaPlan, DeltaPools
-from .triton_delta_rows import TILE, check_layer, convolved, decays, numbers, places, store_gates, store_rows, unit
+from .triton_delta_rows import TILE, check_layer, convolved, decays, places, store_gates, store_rows, unit
 
-_FEW_PROGRAMS = 192  # with fewer value heads of sequences, several programs share one, so that all processors have work
+# Columns and warps of a program of the second kernel, and registers of a thread. Only the end of a block needs more.
+TILE_OF_STATE = 32, 4, 128
 
 
 def delta_round(
@@ -39,33 +43,146 @@ def delta_round(
     assert plan.is_round and query_len is not None and num_tokens == num_seqs * query_len, plan
     assert plan.seq_lens.is_contiguous() and plan.table.stride(1) == 1, (plan.seq_lens, plan.table)
     out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.qkv.dtype, device=inputs.qkv.device)
-    block_v, num_warps, num_registers = tiles_of(num_seqs * num_heads * num_shared, value_dim)
+    of_keys = (num_tokens, num_heads, key_dim), (num_seqs, num_heads, plan.block + MAX_ROUND_LEN, key_dim)
+    shapes = (*of_keys, (num_tokens, num_heads, 2, plan.block))
+    queries, keys, products = (torch.empty(each, dtype=torch.float32, device=out.device) for each in shapes)
+    whole_v = max(TILE, triton.next_power_of_2(value_dim))
+    block_v, num_warps, num_registers = min(TILE_OF_STATE[0], whole_v), *TILE_OF_STATE[1:]
     dependent = gpu.dependent_launch(num_tokens)
-    _round_kernel[(num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs)](
-        out, *pools, inputs.qkv, inputs.b, inputs.a, *weights[:3], plan.seq_lens, plan.table, query_len,
-        plan.table.shape[1] * page_size, inputs.qkv.stride(0), inputs.b.stride(0), plan.table.stride(0),
-        QKV_HEAD=inputs.qkv.stride(1), B_HEAD=inputs.b.stride(1), A_HEAD=inputs.a.stride(1), HEADS=num_heads,
-        SHARED=num_shared, KEY_DIM=key_dim, VALUE_DIM=value_dim, TAPS=weights.taps.shape[2], PAGE_SIZE=page_size,
-        BLOCK=plan.block, ROWS=max(TILE, plan.block), STATE_PART=pools.states.shape[4],
-        BLOCK_K=max(TILE, triton.next_power_of_2(key_dim)), BLOCK_V=block_v, NEW=MAX_ROUND_LEN, EARLY=is_alone,
-        DEPENDENT=dependent, num_warps=num_warps, num_stages=1, maxnreg=num_registers, launch_pdl=dependent,
+    sizes = {
+        "QKV_HEAD": inputs.qkv.stride(1),
+        "B_HEAD": inputs.b.stride(1),
+        "A_HEAD": inputs.a.stride(1),
+        "HEADS": num_heads,
+        "SHARED": num_shared,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "TAPS": weights.taps.shape[2],
+        "PAGE_SIZE": page_size,
+        "BLOCK": plan.block,
+        "ROWS": max(TILE, plan.block),
+        "BLOCK_K": max(TILE, triton.next_power_of_2(key_dim)),
+        "NEW": MAX_ROUND_LEN,
+        "EARLY": is_alone,
+        "DEPENDENT": dependent,
+        "num_stages": 1,
+        "launch_pdl": dependent,
+    }
+    places = (
+        plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, inputs.qkv.stride(0),
+        inputs.b.stride(0), plan.table.stride(0),
+    )  # fmt: skip
+    _keys_kernel[num_heads, num_seqs](
+        queries, keys, products, pools.rows, inputs.qkv, inputs.b, inputs.a, weights.taps, *places,
+        BLOCK_V=whole_v, num_warps=8, **sizes,
+    )  # fmt: skip
+    _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
+        out, *pools, queries, keys, products, inputs.qkv, inputs.b, inputs.a, *weights[:3], *places,
+        BLOCK_V=block_v, STATE_PART=pools.states.shape[4], num_warps=num_warps, maxnreg=num_registers, **sizes,
     )  # fmt: skip
     return out
 
 
-def tiles_of(num_states: int, value_dim: int) -> tuple[int, int, int | None]:
-    """Return the columns of a program, its warps, and the most registers of a thread, for so many value heads of
-    sequences."""
-    whole = max(TILE, int(triton.next_power_of_2(value_dim)))
-    return (min(32, whole), 8, None) if num_states < _FEW_PROGRAMS else (min(64, whole), 8, 128)
+@triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
+def _keys_kernel(
+    queries_ptr,  # [num_tokens, HEADS, KEY_DIM] float32, written
+    keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32, written from the edge on
+    products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, of the key and the query with the block's keys, written
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
+    b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
+    a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
+    taps_ptr,  # [HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM, TAPS] float32
+    seq_lens_ptr,  # [num_seqs] int64
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    query_len,
+    num_slots,  # of a sequence
+    token_stride,
+    small_stride,
+    table_stride,
+    QKV_HEAD: tl.constexpr,
+    B_HEAD: tl.constexpr,
+    A_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of a block
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NEW: tl.constexpr,  # rows of a round at most
+    EARLY: tl.constexpr,  # pages are read before the kernel before ends
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (HEADS, num_seqs)."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
+    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
+    stop = tl.minimum(start + query_len, num_slots)
+    pages_ptr = table_ptr + seq * table_stride
+    taps_ptr += head * CHANNELS * TAPS
+    qkv_ptr += seq * query_len * token_stride + head * QKV_HEAD
+    b_ptr += seq * query_len * small_stride + head * B_HEAD
+    a_ptr += seq * query_len * small_stride + head * A_HEAD
+    queries_ptr += (seq * query_len * HEADS + head) * KEY_DIM
+    keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
+    products_ptr += (seq * query_len * HEADS + head) * (2 * BLOCK)
+    row, dims, new, one = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), tl.arange(0, NEW), tl.arange(0, 1)
+    is_dim, is_old, is_new = dims < KEY_DIM, row < start % BLOCK, new < stop - start
+    edge = start // BLOCK * BLOCK
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if not EARLY:
+            gdc_wait()
+    keys = unit(convolved(edge + row, is_old, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
+                          token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, False))  # fmt: skip
+    if DEPENDENT and EARLY:
+        gdc_wait()
+    if stop - edge >= BLOCK:
+        at = row[:, None] * KEY_DIM + dims[None, :]
+        tl.store(keys_ptr + at, keys, mask=is_old[:, None] & is_dim[None, :])
+    keys_ptr += (start - edge) * KEY_DIM
+    for slot in range(start, stop):
+        q = unit(convolved(slot + one, one == 0, dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
+                           token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
+        k = unit(convolved(slot + one, one == 0, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
+                           token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
+        q *= KEY_DIM**-0.5
+        token, here = slot - start, slot - edge
+        tl.store(queries_ptr + token * (HEADS * KEY_DIM) + dims[None, :], q, mask=is_dim[None, :])
+        tl.store(keys_ptr + token * KEY_DIM + dims[None, :], k, mask=is_dim[None, :])
+        keys = tl.where((row == here)[:, None], k, keys)
+        at = products_ptr + token * (HEADS * 2 * BLOCK) + row
+        tl.store(at, tl.sum(keys * k, 1), mask=row < BLOCK)
+        tl.store(at + BLOCK, tl.sum(keys * q, 1), mask=row < BLOCK)
+        if here == BLOCK - 1:
+            keys = tl.zeros_like(keys)
+            edge += BLOCK
+    columns = tl.arange(0, BLOCK_V)
+    for of_key in tl.static_range(2):
+        store_rows(start + new, is_new, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start,
+                   token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    for shared in tl.static_range(SHARED):
+        values = 2 * KEY_DIM + shared * VALUE_DIM + columns
+        store_rows(start + new, is_new, values, columns < VALUE_DIM, 0, qkv_ptr, rows_ptr, pages_ptr, start,
+                   token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        store_gates(start + new, is_new, shared, b_ptr + shared, a_ptr + shared, rows_ptr, pages_ptr, start,
+                    small_stride, head, HEADS, SHARED, PAGE_SIZE, WIDTH)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
 def _round_kernel(
     out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
-    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)]
     updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, SHARED * VALUE_DIM] float32, written
     states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
+    queries_ptr,  # [num_tokens, HEADS, KEY_DIM] float32
+    keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32
+    products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32
     qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
     b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
     a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
@@ -112,8 +229,11 @@ def _round_kernel(
     b_ptr += seq * query_len * small_stride + head * B_HEAD + shared
     a_ptr += seq * query_len * small_stride + head * A_HEAD + shared
     out_ptr += (seq * query_len * HEADS * SHARED + value_head) * VALUE_DIM
+    queries_ptr += (seq * query_len * HEADS + head) * KEY_DIM
+    keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
+    products_ptr += (seq * query_len * HEADS + head) * (2 * BLOCK)
     row, dims, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_dim, is_column = dims < KEY_DIM, columns < VALUE_DIM
+    one, is_dim, is_column = tl.arange(0, 1), dims < KEY_DIM, columns < VALUE_DIM
     numbers_of_state = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
     is_state = is_dim[:, None] & is_column[None, :]
     edge = start // BLOCK * BLOCK
@@ -123,47 +243,46 @@ def _round_kernel(
             gdc_wait()
     place = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
     state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
-    keys, decay, passed, updates = _since_edge(
-        edge, row, start, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr, updates_ptr,
-        pages_ptr, taps_ptr, token_stride, head, HEADS, SHARED, KEY_DIM, VALUE_DIM, PAGE_SIZE, WIDTH, TAPS,
+    updates, decay, passed = _since_edge(
+        edge, row, row < start - edge, columns, is_column, shared, a_log, dt_bias, rows_ptr, updates_ptr, pages_ptr,
+        start, head, HEADS, SHARED, VALUE_DIM, PAGE_SIZE, WIDTH,
     )  # fmt: skip
     if DEPENDENT and EARLY:
         gdc_wait()
-    values, new = 2 * KEY_DIM + shared * VALUE_DIM + columns, tl.arange(0, NEW)
-    _store_new(
-        start + new, new < stop - start, part, shared, dims, is_dim, values, is_column, qkv_ptr, b_ptr, a_ptr, rows_ptr,
-        pages_ptr, start, token_stride, small_stride, head, HEADS, SHARED, KEY_DIM, PAGE_SIZE, WIDTH,
-    )  # fmt: skip
     for slot in range(start, stop):
-        q, k, v = _new_row(slot, dims, is_dim, values, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                           token_stride, head, HEADS, KEY_DIM, PAGE_SIZE, WIDTH, TAPS)  # fmt: skip
-        token = slot - start
+        token, here = slot - start, slot - edge
+        at = products_ptr + token * (HEADS * 2 * BLOCK) + row
+        of_k, of_q = tl.load(at, mask=row < here, other=0.0), tl.load(at + BLOCK, mask=row < here, other=0.0)
+        of_own = tl.load(products_ptr + token * (HEADS * 2 * BLOCK) + BLOCK + here)
+        k = tl.load(keys_ptr + (slot - start // BLOCK * BLOCK) * KEY_DIM + dims, mask=is_dim, other=0.0)
+        q = tl.load(queries_ptr + token * (HEADS * KEY_DIM) + dims, mask=is_dim, other=0.0)
+        v = convolved(slot + one, one == 0, 2 * KEY_DIM + shared * VALUE_DIM + columns, is_column, qkv_ptr, rows_ptr,
+                      pages_ptr, taps_ptr, start, token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
         beta = tl.sigmoid(tl.load(b_ptr + token * small_stride).to(tl.float32))
         passed += decays(tl.load(a_ptr + token * small_stride).to(tl.float32), slot < stop, a_log, dt_bias)
-        here = slot - edge
         between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
-        of_k, of_q = tl.sum(keys * k[None, :], 1) * between, tl.sum(keys * q[None, :], 1) * between
-        known = tl.exp(passed) * tl.sum(state * k[:, None], 0) + tl.sum(of_k[:, None] * updates, 0)
-        output = tl.exp(passed) * tl.sum(state * q[:, None], 0) + tl.sum(of_q[:, None] * updates, 0)
-        update = beta * (v - known)
-        output += tl.sum(q * k, 0) * update
+        known = tl.exp(passed) * tl.sum(state * k[:, None], 0) + tl.sum((of_k * between)[:, None] * updates, 0)
+        output = tl.exp(passed) * tl.sum(state * q[:, None], 0) + tl.sum((of_q * between)[:, None] * updates, 0)
+        update = beta * (tl.sum(v, 0) - known)
+        output += of_own * update
         place = places(slot, slot >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
-        own_ptr = updates_ptr + (place * SHARED + shared) * VALUE_DIM
-        tl.store(own_ptr + columns, update, mask=is_column)
-        own_ptr = out_ptr + token * (HEADS * SHARED * VALUE_DIM)
-        tl.store(own_ptr + columns, output.to(out_ptr.dtype.element_ty), mask=is_column)
-        is_here = row == here
-        keys = tl.where(is_here[:, None], k[None, :], keys)
-        updates = tl.where(is_here[:, None], update[None, :], updates)
-        decay = tl.where(is_here, passed, decay)
+        tl.store(updates_ptr + (place * SHARED + shared) * VALUE_DIM + columns, update, mask=is_column)
+        tl.store(
+            out_ptr + token * (HEADS * SHARED * VALUE_DIM) + columns,
+            output.to(out_ptr.dtype.element_ty),
+            mask=is_column,
+        )
+        updates = tl.where((row == here)[:, None], update[None, :], updates)
+        decay = tl.where(row == here, passed, decay)
         if here == BLOCK - 1:
-            faded = keys * tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))[:, None]
-            state = _advanced(state * tl.exp(passed), faded, updates)
+            updates *= tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))[:, None]
+            first_ptr = keys_ptr + (edge - start // BLOCK * BLOCK) * KEY_DIM
+            state = _advanced(state * tl.exp(passed), first_ptr, updates, dims, is_dim, KEY_DIM, BLOCK)
             place = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
             tl.store(states_ptr + place * STATE_PART + numbers_of_state, state, mask=is_state)
-            keys, updates = tl.zeros_like(keys), tl.zeros_like(updates)
-            passed = 0.0
+            updates, passed = tl.zeros_like(updates), 0.0
             edge += BLOCK
+    new = tl.arange(0, NEW)
     is_lost = (new >= stop - start) & (new < query_len)  # without a slot
     at = new[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
     nothing = tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty)
@@ -171,72 +290,31 @@ def _round_kernel(
 
 
 @triton.jit
-def _store_new(
-    slots, is_row, part, shared, dims, is_dim, values, is_column, qkv_ptr, b_ptr, a_ptr, rows_ptr, pages_ptr, start,
-    token_stride, small_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Store the rows of new tokens in the pool: each program its own values, the first program of a value head its b
-    and a, and the first program of a key head q and k."""
-    if part == 0:
-        store_gates(slots, is_row, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS, SHARED,
-                    PAGE_SIZE, WIDTH)  # fmt: skip
-        if shared == 0:
-            for of_key in tl.static_range(2):
-                store_rows(slots, is_row, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start,
-                           token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-    store_rows(slots, is_row, values, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head, HEADS,
-               PAGE_SIZE, WIDTH)  # fmt: skip
-
-
-@triton.jit
 def _since_edge(
-    edge, row, start, dims, is_dim, columns, is_column, shared, a_log, dt_bias, qkv_ptr, rows_ptr, updates_ptr,
-    pages_ptr, taps_ptr, token_stride, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+    edge, row, is_old, columns, is_column, shared, a_log, dt_bias, rows_ptr, updates_ptr, pages_ptr, start, head,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return what the rows from `edge` to `start` have left: keys [ROWS, BLOCK_K], decays since the edge [ROWS], the
-    decay of them all, and updates [ROWS, BLOCK_V]. Rows that do not exist yet are zeros."""
-    slots, is_old = edge + row, row < start - edge
-    keys = unit(convolved(slots, is_old, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                          token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, False))  # fmt: skip
-    a = numbers(slots, is_old, WIDTH - SHARED + shared, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head, HEADS,
-                PAGE_SIZE, WIDTH, False)  # fmt: skip
-    own = decays(a, is_old, a_log, dt_bias)
+    """Return the updates [ROWS, BLOCK_V] of the rows from `edge` to `start`, zeros where there is none yet, their
+    decays since the edge [ROWS], and the decay of them all."""
     place = places(edge, start > edge, pages_ptr, head, HEADS, PAGE_SIZE)
     at = (place + row)[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
     updates = tl.load(updates_ptr + at, mask=is_old[:, None] & is_column[None, :], other=0.0)
-    return keys, tl.cumsum(own, 0), tl.sum(own, 0), updates
+    a = tl.load(rows_ptr + (place + row) * WIDTH + WIDTH - SHARED + shared, mask=is_old, other=0.0)
+    own = decays(a.to(tl.float32), is_old, a_log, dt_bias)
+    return updates, tl.cumsum(own, 0), tl.sum(own, 0)
 
 
 @triton.jit
-def _new_row(
-    slot, dims, is_dim, values, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride, head,
-    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """Return the query and the key [BLOCK_K] and the value [BLOCK_V] of a new row."""
-    one = tl.arange(0, 1)
-    slots, is_row = slot + one, one == 0
-    q = unit(convolved(slots, is_row, dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride, head,
-                       HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
-    k = unit(convolved(slots, is_row, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                       token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
-    v = convolved(slots, is_row, values, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride, head,
-                  HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
-    return tl.sum(q, 0) * KEY_DIM**-0.5, tl.sum(k, 0), tl.sum(v, 0)
-
-
-@triton.jit
-def _advanced(state, keys, updates):
-    """Return `state` [BLOCK_K, BLOCK_V] with the products of `keys` [ROWS, BLOCK_K] and `updates` [ROWS, BLOCK_V], few
-    rows at a time: this is rare, and should not take the registers of all rounds."""
+def _advanced(state, keys_ptr, updates, dims, is_dim, KEY_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Return `state` [BLOCK_K, BLOCK_V] with the products of a block's keys [BLOCK, KEY_DIM] and its `updates` [ROWS,
+    BLOCK_V], few rows at a time: this is rare, and should not take the registers of all rounds."""
     TILE: tl.constexpr = 16
-    NUM: tl.constexpr = keys.shape[0] // TILE
-    tile = tl.arange(0, NUM)[:, None, None]
-    keys = tl.reshape(keys, [NUM, TILE, keys.shape[1]])
+    NUM: tl.constexpr = updates.shape[0] // TILE
+    tile, row = tl.arange(0, NUM)[:, None, None], tl.arange(0, TILE)
     updates = tl.reshape(updates, [NUM, TILE, updates.shape[1]])
     for i in range(NUM):
-        some_keys = tl.sum(tl.where(tile == i, keys, 0.0), 0)
-        some_updates = tl.sum(tl.where(tile == i, updates, 0.0), 0)
-        state = tl.dot(tl.trans(some_keys), some_updates, state, input_precision="tf32x3")
+        is_in = is_dim[:, None] & (i * TILE + row < BLOCK)[None, :]
+        keys = tl.load(keys_ptr + (i * TILE + row)[None, :] * KEY_DIM + dims[:, None], mask=is_in, other=0.0)
+        some = tl.sum(tl.where(tile == i, updates, 0.0), 0)
+        state = tl.dot(keys, some, state, input_precision="tf32x3")
     return state

@@ -44,7 +44,7 @@ def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, p
 def places(slots, is_row, pages_ptr, head, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Return the numbers of rows of one head in a pool, int64, given their slots of any shape."""
     page = tl.load(pages_ptr + slots // PAGE_SIZE, mask=is_row, other=0)
-    # Triton takes what the first slot of a tile is a multiple of for a factor of every place. It is told that there is none.
+    # What the first slot of a tile is a multiple of, Triton takes for a factor of every place. It is told that none is.
     return tl.multiple_of((page * HEADS + head) * PAGE_SIZE + slots % PAGE_SIZE, 1)
 
 
@@ -87,32 +87,6 @@ def convolved(
 def unit(x):
     """Return rows [M, N] of length one. Rows of zeros stay zeros."""
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-
-
-@triton.jit
-def numbers(
-    slots,  # [M] int32
-    is_row,  # [M] bool
-    column,  # of the number in a stored row
-    new_ptr,  # this head's number of the token at slot `start`, tokens token_stride apart
-    rows_ptr,
-    pages_ptr,
-    start,
-    token_stride,
-    head,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_NEW: tl.constexpr,
-):
-    """Return one number of each row, [M] float32; zeros where `is_row` is False."""
-    is_old = is_row & (slots < start)
-    row = places(slots, is_old, pages_ptr, head, HEADS, PAGE_SIZE)
-    x = tl.load(rows_ptr + row * WIDTH + column, mask=is_old, other=0.0).to(tl.float32)
-    if HAS_NEW:
-        new = new_ptr + (slots - start).to(tl.int64) * token_stride
-        x += tl.load(new, mask=is_row & (slots >= start), other=0.0).to(tl.float32)
-    return x
 
 
 @triton.jit

@@ -117,18 +117,13 @@ def rounds(options: argparse.Namespace, *, has_peer: bool = True) -> Iterator[Ke
 
 def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
     """Rounds of one row by other columns and warps than the kernel chooses."""
-    chosen = triton_delta_round.tiles_of
+    chosen = triton_delta_round.TILE_OF_STATE
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for tile in ((16, 4, None), (32, 4, None), (32, 8, None), (32, 8, 128), (64, 8, None), (64, 8, 128), (128, 8, None),
-                 (128, 16, None)):  # fmt: skip
-
-        def given(*_: object, tile: tuple[int, int, int | None] = tile) -> tuple[int, int, int | None]:
-            return tile
-
-        triton_delta_round.tiles_of = given
+    for tile in ((16, 4, 128), (32, 4, 96), (32, 4, 168), (32, 8, 64), (32, 8, 128), (64, 4, 168), (64, 8, 128)):
+        triton_delta_round.TILE_OF_STATE = tile
         for kernel in rounds(one, has_peer=False):
-            yield kernel._replace(name=f"{kernel.name}, {tile[0]} columns, {tile[1]} warps, {tile[2]} registers")
-    triton_delta_round.tiles_of = chosen
+            yield kernel._replace(name="{}, {} columns, {} warps, {} registers".format(kernel.name, *tile))
+    triton_delta_round.TILE_OF_STATE = chosen
 
 
 def prompts(options: argparse.Namespace) -> Iterator[Kernel]:

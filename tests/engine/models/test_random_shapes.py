@@ -180,7 +180,7 @@ def check(
     prompts = [rng.choices(range(1, 512), k=rng.randint(1, 150)) for _ in range(3)]
     prompts.append(prompts[0] + prompts[1][: rng.randint(1, 40)])
     asked = [params(NUM_TOKENS, seed=at, temperature=float(at == 2)) for at in range(4)]
-    solo = Solo(model, speculative="ngram", page_size=prefill["page_size"], num_pages=300)
+    solo = Solo(model, speculative="ngram", page_size=prefill["page_size"], num_pages=40 + 1000 // prefill["page_size"])
     truths = {at: solo.run(solo.start(ids, asked[at]), NUM_TOKENS, 0) for at, ids in enumerate(prompts)}
     with node_pairs() as start:
         pair = start(model, prefill=prefill, decode=decode)

@@ -315,13 +315,12 @@ def _delta() -> None:
     sizes = {"HEADS": 16, "SHARED": 2, "KEY_DIM": 128, "VALUE_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_K": 128}
     strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
     strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
-    for num_states in (32, 1024):
-        block_v, num_warps, registers = triton_delta_round.tiles_of(num_states, 128)
-        constants = {**sizes, **strides, "STATE_PART": 512, "BLOCK_V": block_v, "ROWS": 64, "EARLY": True}
-        constants |= {"DEPENDENT": True, "NEW": 16}
-        kernel = triton_delta_round._round_kernel
-        launch = {"num_warps": num_warps, "num_stages": 1} | ({"maxnreg": registers} if registers else {})
-        print(f"round {block_v}", compiled_bytes(kernel, constants, types, **launch))
+    types |= dict.fromkeys(("queries", "keys", "products"), "*fp32")
+    of_round = {**sizes, **strides, "ROWS": 64, "NEW": 16, "EARLY": True, "DEPENDENT": True}
+    kernel, constants = triton_delta_round._keys_kernel, {**of_round, "BLOCK_V": 128}
+    print("keys", compiled_bytes(kernel, constants, types, num_warps=8, num_stages=1))
+    kernel, constants = triton_delta_round._round_kernel, {**of_round, "BLOCK_V": 32, "STATE_PART": 512}
+    print("round", compiled_bytes(kernel, constants, types, num_warps=4, num_stages=1, maxnreg=128))
     kernel, constants = triton_delta_prompt._convolve_kernel, {**sizes, **strides, "ROWS": 64, "BLOCK_V": 128}
     print("convolve", compiled_bytes(kernel, constants, types | dict.fromkeys("qk", "*fp16"), num_warps=8))
     for precision, kept in (("tf32", "*fp16"), ("tf32x3", "*fp32")):
