@@ -8,7 +8,6 @@ A row lies in a pool, or in the output of the forward's projections if its token
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -16,10 +15,6 @@ from .delta_rule import DeltaWeights
 from .paged_delta import DeltaInputs, DeltaPlan, DeltaPools
 
 TILE = 16  # rows, the fewest of a product
-
-# The prompt's products with float32 numbers. "tf32" rounds both sides to 11 bits, "tf32x3" adds the products of the
-# rests. A round is always "tf32x3".
-PRECISIONS = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
 
 
 def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, plan: DeltaPlan) -> None:

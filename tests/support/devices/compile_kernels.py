@@ -321,15 +321,20 @@ def _delta() -> None:
     print("keys", compiled_bytes(kernel, constants, types, num_warps=8, num_stages=1))
     kernel, constants = triton_delta_round._round_kernel, {**of_round, "BLOCK_V": 32, "STATE_PART": 512}
     print("round", compiled_bytes(kernel, constants, types, num_warps=4, num_stages=1, maxnreg=128))
-    kernel, constants = triton_delta_prompt._convolve_kernel, {**sizes, **strides, "ROWS": 64, "BLOCK_V": 128}
-    print("convolve", compiled_bytes(kernel, constants, types | dict.fromkeys("qk", "*fp16"), num_warps=8))
-    for precision, kept in (("tf32", "*fp16"), ("tf32x3", "*fp32")):
-        of_prompt, own = {**sizes, "ROWS": 64, "PRECISION": precision}, types | dict.fromkeys((*"qkw", "pairs"), kept)
-        kernel, constants = triton_delta_prompt._solve_kernel, {**of_prompt, "BLOCK_V": 64}
-        print(f"solve {precision}", compiled_bytes(kernel, constants, own, num_warps=8))
-        kernel, constants = triton_delta_prompt._pass_kernel, {**of_prompt, "STATE_PART": 512, "BLOCK_V": 32}
-        launch = {"num_warps": 4, "num_stages": 2 if kept == "*fp16" else 1}
-        print(f"pass {precision}", compiled_bytes(kernel, constants, own, **launch))
+    for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
+        own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
+        of_block = {**sizes, "ROWS": 64}
+        prompt = {
+            "convolve": {**sizes, **strides, "BLOCK_V": 128, "SCALE": scale},
+            "pairs": of_block,
+            "invert": {"HEADS": 32, "BLOCK": 64},
+            "solve": {**of_block, "BLOCK_V": 128},
+            "pass": {**of_block, "BLOCK_V": 32, "STATE_PART": 512, "SCALE": scale},
+        }
+        for name, constants in prompt.items():
+            kernel, num_warps = getattr(triton_delta_prompt, f"_{name}_kernel"), 1 if name == "invert" else 4
+            launch = {"num_stages": 3 if kept == "*fp16" else 1} if name == "pass" else {}
+            print(f"{name} {kept[1:]}", compiled_bytes(kernel, constants, own, num_warps=num_warps, **launch))
     constants = {"GATE_HEAD": 768, "VALUES": 32, "SHARED": 2, "DIM": 128, "BLOCK": 128, "ROWS": 4, "DEPENDENT": True}
     print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants, types, num_warps=4))
 
