@@ -1,8 +1,8 @@
 """Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge, in two
 kernels.
 
-The first one stores new rows, and computes queries, keys, and their products with all keys since the edge, once for all
-columns. The second one has some columns of one value head of a sequence. Columns of states, values and updates are
+The first one stores new rows, and computes queries, keys, values, and products with all keys since the edge, once for
+all columns. The second one has some columns of one value head of a sequence. Columns of states, values and updates are
 independent of each other, so programs do not wait for each other. Its states are on the way while the first one runs.
 
 Both take new rows one after another. So the bits of a row do not depend on how many rows a round has.
@@ -13,6 +13,8 @@ Both take new rows one after another. So the bits of a row do not depend on how 
 # pyright: reportAssignmentType=false
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +31,24 @@ from .triton_delta_rows import TILE, check_layer, convolved, decays, places, sto
 TILE_OF_STATE = 32, 4, 128
 
 
+class _New(NamedTuple):
+    """New rows between the kernels, float32."""
+
+    queries: Tensor  # [num_tokens, num_key_heads, key_dim]
+    keys: Tensor  # [num_seqs, num_key_heads, block + MAX_ROUND_LEN, key_dim], from the edge on
+    products: Tensor  # [num_tokens, num_key_heads, 2, block], of the key and the query with the block's keys
+    values: Tensor  # [num_tokens, num_value_heads, value_dim]
+    steps: Tensor  # [num_tokens, num_value_heads, 2], beta and decay
+
+    @classmethod
+    def allocate(cls, num_tokens: int, num_seqs: int, block: int, weights: DeltaWeights) -> _New:
+        num_heads, num_shared, key_dim, value_dim = weights.state_shape
+        shapes = [(num_tokens, num_heads, key_dim), (num_seqs, num_heads, block + MAX_ROUND_LEN, key_dim)]
+        shapes += [(num_tokens, num_heads, 2, block), (num_tokens, num_heads * num_shared, value_dim)]
+        shapes += [(num_tokens, num_heads * num_shared, 2)]
+        return cls(*(torch.empty(shape, dtype=torch.float32, device=weights.taps.device) for shape in shapes))
+
+
 def delta_round(
     inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, plan: DeltaPlan, *, is_alone: bool
 ) -> Tensor:
@@ -43,21 +63,15 @@ def delta_round(
     assert plan.is_round and query_len is not None and num_tokens == num_seqs * query_len, plan
     assert plan.seq_lens.is_contiguous() and plan.table.stride(1) == 1, (plan.seq_lens, plan.table)
     out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.qkv.dtype, device=inputs.qkv.device)
-    of_keys = (num_tokens, num_heads, key_dim), (num_seqs, num_heads, plan.block + MAX_ROUND_LEN, key_dim)
-    shapes = (*of_keys, (num_tokens, num_heads, 2, plan.block))
-    queries, keys, products = (torch.empty(each, dtype=torch.float32, device=out.device) for each in shapes)
+    new = _New.allocate(num_tokens, num_seqs, plan.block, weights)
     whole_v = max(TILE, triton.next_power_of_2(value_dim))
     block_v, num_warps, num_registers = min(TILE_OF_STATE[0], whole_v), *TILE_OF_STATE[1:]
     dependent = gpu.dependent_launch(num_tokens)
     sizes = {
-        "QKV_HEAD": inputs.qkv.stride(1),
-        "B_HEAD": inputs.b.stride(1),
-        "A_HEAD": inputs.a.stride(1),
         "HEADS": num_heads,
         "SHARED": num_shared,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
-        "TAPS": weights.taps.shape[2],
         "PAGE_SIZE": page_size,
         "BLOCK": plan.block,
         "ROWS": max(TILE, plan.block),
@@ -68,38 +82,40 @@ def delta_round(
         "num_stages": 1,
         "launch_pdl": dependent,
     }
-    places = (
-        plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, inputs.qkv.stride(0),
-        inputs.b.stride(0), plan.table.stride(0),
-    )  # fmt: skip
-    _keys_kernel[num_heads, num_seqs](
-        queries, keys, products, pools.rows, inputs.qkv, inputs.b, inputs.a, weights.taps, *places,
-        BLOCK_V=whole_v, num_warps=8, **sizes,
+    strides = {"QKV_HEAD": inputs.qkv.stride(1), "B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
+    places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
+    _rows_kernel[num_heads * (1 + num_shared), num_seqs](
+        *new, pools.rows, inputs.qkv, inputs.b, inputs.a, *weights[:3], *places, inputs.qkv.stride(0),
+        inputs.b.stride(0), TAPS=weights.taps.shape[2], BLOCK_V=whole_v, num_warps=8, maxnreg=128, **strides, **sizes,
     )  # fmt: skip
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
-        out, *pools, queries, keys, products, inputs.qkv, inputs.b, inputs.a, *weights[:3], *places,
-        BLOCK_V=block_v, STATE_PART=pools.states.shape[4], num_warps=num_warps, maxnreg=num_registers, **sizes,
+        out, *pools, *new, *weights[1:3], *places, BLOCK_V=block_v, STATE_PART=pools.states.shape[4],
+        num_warps=num_warps, maxnreg=num_registers, **sizes,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
-def _keys_kernel(
+def _rows_kernel(
     queries_ptr,  # [num_tokens, HEADS, KEY_DIM] float32, written
-    keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32, written from the edge on
-    products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, of the key and the query with the block's keys, written
+    keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32, written
+    products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, written
+    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32, written
+    steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32, written
     rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
     qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
     b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
     a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
     taps_ptr,  # [HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM, TAPS] float32
+    a_log_ptr,  # [HEADS, SHARED] float32
+    dt_bias_ptr,  # [HEADS, SHARED] float32
     seq_lens_ptr,  # [num_seqs] int64
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     query_len,
     num_slots,  # of a sequence
+    table_stride,
     token_stride,
     small_stride,
-    table_stride,
     QKV_HEAD: tl.constexpr,
     B_HEAD: tl.constexpr,
     A_HEAD: tl.constexpr,
@@ -117,61 +133,79 @@ def _keys_kernel(
     EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (HEADS, num_seqs)."""
+    """Grid: (HEADS * (1 + SHARED), num_seqs). A program has the queries and keys of a key head, or the values of a value
+    head."""
     CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
     WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
-    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, kind, seq = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
     start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
     stop = tl.minimum(start + query_len, num_slots)
     pages_ptr = table_ptr + seq * table_stride
     taps_ptr += head * CHANNELS * TAPS
     qkv_ptr += seq * query_len * token_stride + head * QKV_HEAD
-    b_ptr += seq * query_len * small_stride + head * B_HEAD
-    a_ptr += seq * query_len * small_stride + head * A_HEAD
-    queries_ptr += (seq * query_len * HEADS + head) * KEY_DIM
-    keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
-    products_ptr += (seq * query_len * HEADS + head) * (2 * BLOCK)
-    row, dims, new, one = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), tl.arange(0, NEW), tl.arange(0, 1)
-    is_dim, is_old, is_new = dims < KEY_DIM, row < start % BLOCK, new < stop - start
-    edge = start // BLOCK * BLOCK
+    new, dims, columns = tl.arange(0, NEW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    slots, is_new, is_dim, is_column = start + new, new < stop - start, dims < KEY_DIM, columns < VALUE_DIM
     if DEPENDENT:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
-    keys = unit(convolved(edge + row, is_old, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                          token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, False))  # fmt: skip
-    if DEPENDENT and EARLY:
-        gdc_wait()
-    if stop - edge >= BLOCK:
-        at = row[:, None] * KEY_DIM + dims[None, :]
-        tl.store(keys_ptr + at, keys, mask=is_old[:, None] & is_dim[None, :])
-    keys_ptr += (start - edge) * KEY_DIM
-    for slot in range(start, stop):
-        q = unit(convolved(slot + one, one == 0, dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
+    if kind == 0:
+        row, edge = tl.arange(0, ROWS), start // BLOCK * BLOCK
+        is_old = row < start - edge
+        keys = unit(convolved(edge + row, is_old, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
+                              token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, False))  # fmt: skip
+        if DEPENDENT and EARLY:
+            gdc_wait()
+        q = unit(convolved(slots, is_new, dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride,
+                           head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)) * KEY_DIM**-0.5  # fmt: skip
+        k = unit(convolved(slots, is_new, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
                            token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
-        k = unit(convolved(slot + one, one == 0, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                           token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
-        q *= KEY_DIM**-0.5
-        token, here = slot - start, slot - edge
-        tl.store(queries_ptr + token * (HEADS * KEY_DIM) + dims[None, :], q, mask=is_dim[None, :])
-        tl.store(keys_ptr + token * KEY_DIM + dims[None, :], k, mask=is_dim[None, :])
-        keys = tl.where((row == here)[:, None], k, keys)
-        at = products_ptr + token * (HEADS * 2 * BLOCK) + row
-        tl.store(at, tl.sum(keys * k, 1), mask=row < BLOCK)
-        tl.store(at + BLOCK, tl.sum(keys * q, 1), mask=row < BLOCK)
-        if here == BLOCK - 1:
-            keys = tl.zeros_like(keys)
-            edge += BLOCK
-    columns = tl.arange(0, BLOCK_V)
-    for of_key in tl.static_range(2):
-        store_rows(start + new, is_new, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start,
-                   token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-    for shared in tl.static_range(SHARED):
-        values = 2 * KEY_DIM + shared * VALUE_DIM + columns
-        store_rows(start + new, is_new, values, columns < VALUE_DIM, 0, qkv_ptr, rows_ptr, pages_ptr, start,
-                   token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        store_gates(start + new, is_new, shared, b_ptr + shared, a_ptr + shared, rows_ptr, pages_ptr, start,
-                    small_stride, head, HEADS, SHARED, PAGE_SIZE, WIDTH)  # fmt: skip
+        queries_ptr += (seq * query_len * HEADS + head) * KEY_DIM
+        keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
+        products_ptr += (seq * query_len * HEADS + head) * (2 * BLOCK)
+        is_in = is_new[:, None] & is_dim[None, :]
+        tl.store(queries_ptr + new[:, None] * (HEADS * KEY_DIM) + dims[None, :], q, mask=is_in)
+        tl.store(keys_ptr + (start - edge + new)[:, None] * KEY_DIM + dims[None, :], k, mask=is_in)
+        if stop - edge >= BLOCK:
+            at = row[:, None] * KEY_DIM + dims[None, :]
+            tl.store(keys_ptr + at, keys, mask=is_old[:, None] & is_dim[None, :])
+        keys_ptr += (start - edge) * KEY_DIM
+        tl.debug_barrier()
+        for token in range(stop - start):
+            own_k = tl.load(keys_ptr + token * KEY_DIM + dims, mask=is_dim, other=0.0)[None, :]
+            own_q = tl.load(queries_ptr + token * (HEADS * KEY_DIM) + dims, mask=is_dim, other=0.0)[None, :]
+            here = start + token - edge
+            keys = tl.where((row == here)[:, None], own_k, keys)
+            at = products_ptr + token * (HEADS * 2 * BLOCK) + row
+            tl.store(at, tl.sum(keys * own_k, 1), mask=row < BLOCK)
+            tl.store(at + BLOCK, tl.sum(keys * own_q, 1), mask=row < BLOCK)
+            if here == BLOCK - 1:
+                keys = tl.zeros_like(keys)
+                edge += BLOCK
+        for of_key in tl.static_range(2):
+            store_rows(slots, is_new, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start,
+                       token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    else:
+        if DEPENDENT and EARLY:
+            gdc_wait()
+        shared = kind - 1
+        value_head, channels = head * SHARED + shared, 2 * KEY_DIM + shared * VALUE_DIM + columns
+        v = convolved(slots, is_new, channels, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride,
+                      head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
+        of_head = (seq * query_len + new) * (HEADS * SHARED) + value_head
+        at = of_head[:, None] * VALUE_DIM + columns[None, :]
+        tl.store(values_ptr + at, v, mask=is_new[:, None] & is_column[None, :])
+        b_ptr += seq * query_len * small_stride + head * B_HEAD + shared
+        a_ptr += seq * query_len * small_stride + head * A_HEAD + shared
+        b = tl.load(b_ptr + new * small_stride, mask=is_new, other=0.0).to(tl.float32)
+        a = tl.load(a_ptr + new * small_stride, mask=is_new, other=0.0).to(tl.float32)
+        tl.store(steps_ptr + of_head * 2, tl.sigmoid(b), mask=is_new)
+        decay = decays(a, is_new, tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head))
+        tl.store(steps_ptr + of_head * 2 + 1, decay, mask=is_new)
+        store_rows(slots, is_new, channels, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head,
+                   HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        store_gates(slots, is_new, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS, SHARED,
+                    PAGE_SIZE, WIDTH)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
@@ -183,27 +217,19 @@ def _round_kernel(
     queries_ptr,  # [num_tokens, HEADS, KEY_DIM] float32
     keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32
-    qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
-    b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
-    a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
-    taps_ptr,  # [HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM, TAPS] float32
+    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32
+    steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32
     a_log_ptr,  # [HEADS, SHARED] float32
     dt_bias_ptr,  # [HEADS, SHARED] float32
     seq_lens_ptr,  # [num_seqs] int64
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     query_len,
     num_slots,  # of a sequence
-    token_stride,
-    small_stride,
     table_stride,
-    QKV_HEAD: tl.constexpr,
-    B_HEAD: tl.constexpr,
-    A_HEAD: tl.constexpr,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # of a block
@@ -216,72 +242,62 @@ def _round_kernel(
 ):
     """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs)."""
     NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
     part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
     head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
     start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
     stop = tl.minimum(start + query_len, num_slots)
     pages_ptr = table_ptr + seq * table_stride
-    taps_ptr += head * CHANNELS * TAPS
-    a_log, dt_bias = tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head)
-    qkv_ptr += seq * query_len * token_stride + head * QKV_HEAD
-    b_ptr += seq * query_len * small_stride + head * B_HEAD + shared
-    a_ptr += seq * query_len * small_stride + head * A_HEAD + shared
     out_ptr += (seq * query_len * HEADS * SHARED + value_head) * VALUE_DIM
-    queries_ptr += (seq * query_len * HEADS + head) * KEY_DIM
     keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
-    products_ptr += (seq * query_len * HEADS + head) * (2 * BLOCK)
     row, dims, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
-    one, is_dim, is_column = tl.arange(0, 1), dims < KEY_DIM, columns < VALUE_DIM
+    is_dim, is_column, edge = dims < KEY_DIM, columns < VALUE_DIM, start // BLOCK * BLOCK
     numbers_of_state = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
     is_state = is_dim[:, None] & is_column[None, :]
-    edge = start // BLOCK * BLOCK
+    first_ptr = keys_ptr + (start - edge) * KEY_DIM
     if DEPENDENT:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
     place = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
     state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
+    place = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE)
     updates, decay, passed = _since_edge(
-        edge, row, row < start - edge, columns, is_column, shared, a_log, dt_bias, rows_ptr, updates_ptr, pages_ptr,
-        start, head, HEADS, SHARED, VALUE_DIM, PAGE_SIZE, WIDTH,
+        place + row, row < start - edge, columns, is_column, shared, tl.load(a_log_ptr + value_head),
+        tl.load(dt_bias_ptr + value_head), rows_ptr, updates_ptr, SHARED, VALUE_DIM,
+        2 * KEY_DIM + SHARED * (VALUE_DIM + 2),
     )  # fmt: skip
     if DEPENDENT and EARLY:
         gdc_wait()
-    for slot in range(start, stop):
-        token, here = slot - start, slot - edge
-        at = products_ptr + token * (HEADS * 2 * BLOCK) + row
+    for token in range(stop - start):
+        here, of_head = start + token - edge, (seq * query_len + token) * HEADS + head
+        at = products_ptr + of_head * (2 * BLOCK) + row
         of_k, of_q = tl.load(at, mask=row < here, other=0.0), tl.load(at + BLOCK, mask=row < here, other=0.0)
-        of_own = tl.load(products_ptr + token * (HEADS * 2 * BLOCK) + BLOCK + here)
-        k = tl.load(keys_ptr + (slot - start // BLOCK * BLOCK) * KEY_DIM + dims, mask=is_dim, other=0.0)
-        q = tl.load(queries_ptr + token * (HEADS * KEY_DIM) + dims, mask=is_dim, other=0.0)
-        v = convolved(slot + one, one == 0, 2 * KEY_DIM + shared * VALUE_DIM + columns, is_column, qkv_ptr, rows_ptr,
-                      pages_ptr, taps_ptr, start, token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
-        beta = tl.sigmoid(tl.load(b_ptr + token * small_stride).to(tl.float32))
-        passed += decays(tl.load(a_ptr + token * small_stride).to(tl.float32), slot < stop, a_log, dt_bias)
+        of_own = tl.load(products_ptr + of_head * (2 * BLOCK) + BLOCK + here)
+        k = tl.load(first_ptr + token * KEY_DIM + dims, mask=is_dim, other=0.0)
+        q = tl.load(queries_ptr + of_head * KEY_DIM + dims, mask=is_dim, other=0.0)
+        of_head = of_head * SHARED + shared
+        v = tl.load(values_ptr + of_head * VALUE_DIM + columns, mask=is_column, other=0.0)
+        beta = tl.load(steps_ptr + of_head * 2)
+        passed += tl.load(steps_ptr + of_head * 2 + 1)
         between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
         known = tl.exp(passed) * tl.sum(state * k[:, None], 0) + tl.sum((of_k * between)[:, None] * updates, 0)
         output = tl.exp(passed) * tl.sum(state * q[:, None], 0) + tl.sum((of_q * between)[:, None] * updates, 0)
-        update = beta * (tl.sum(v, 0) - known)
+        update = beta * (v - known)
         output += of_own * update
-        place = places(slot, slot >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
-        tl.store(updates_ptr + (place * SHARED + shared) * VALUE_DIM + columns, update, mask=is_column)
-        tl.store(
-            out_ptr + token * (HEADS * SHARED * VALUE_DIM) + columns,
-            output.to(out_ptr.dtype.element_ty),
-            mask=is_column,
-        )
+        own_ptr = updates_ptr + ((place + here) * SHARED + shared) * VALUE_DIM
+        tl.store(own_ptr + columns, update, mask=is_column)
+        output = output.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token * (HEADS * SHARED * VALUE_DIM) + columns, output, mask=is_column)
         updates = tl.where((row == here)[:, None], update[None, :], updates)
         decay = tl.where(row == here, passed, decay)
         if here == BLOCK - 1:
             updates *= tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))[:, None]
-            first_ptr = keys_ptr + (edge - start // BLOCK * BLOCK) * KEY_DIM
-            state = _advanced(state * tl.exp(passed), first_ptr, updates, dims, is_dim, KEY_DIM, BLOCK)
-            place = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
+            of_block = first_ptr + (token + 1 - BLOCK) * KEY_DIM
+            state = _advanced(state * tl.exp(passed), of_block, updates, dims, is_dim, KEY_DIM, BLOCK)
             tl.store(states_ptr + place * STATE_PART + numbers_of_state, state, mask=is_state)
             updates, passed = tl.zeros_like(updates), 0.0
             edge += BLOCK
+            place = places(edge, start + token + 1 < stop, pages_ptr, head, HEADS, PAGE_SIZE)
     new = tl.arange(0, NEW)
     is_lost = (new >= stop - start) & (new < query_len)  # without a slot
     at = new[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
@@ -291,15 +307,14 @@ def _round_kernel(
 
 @triton.jit
 def _since_edge(
-    edge, row, is_old, columns, is_column, shared, a_log, dt_bias, rows_ptr, updates_ptr, pages_ptr, start, head,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    places, is_old, columns, is_column, shared, a_log, dt_bias, rows_ptr, updates_ptr, SHARED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return the updates [ROWS, BLOCK_V] of the rows from `edge` to `start`, zeros where there is none yet, their
-    decays since the edge [ROWS], and the decay of them all."""
-    place = places(edge, start > edge, pages_ptr, head, HEADS, PAGE_SIZE)
-    at = (place + row)[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
+    """Return the updates [ROWS, BLOCK_V] of the rows at `places` of pools, zeros where `is_old` is False, their decays
+    since the edge [ROWS], and the decay of them all."""
+    at = places[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
     updates = tl.load(updates_ptr + at, mask=is_old[:, None] & is_column[None, :], other=0.0)
-    a = tl.load(rows_ptr + (place + row) * WIDTH + WIDTH - SHARED + shared, mask=is_old, other=0.0)
+    a = tl.load(rows_ptr + places * WIDTH + WIDTH - SHARED + shared, mask=is_old, other=0.0)
     own = decays(a.to(tl.float32), is_old, a_log, dt_bias)
     return updates, tl.cumsum(own, 0), tl.sum(own, 0)
 

@@ -119,7 +119,7 @@ def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
     """Rounds of one row by other columns and warps than the kernel chooses."""
     chosen = triton_delta_round.TILE_OF_STATE
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for tile in ((16, 4, 128), (32, 4, 96), (32, 4, 168), (32, 8, 64), (32, 8, 128), (64, 4, 168), (64, 8, 128)):
+    for tile in ((16, 4, 128), (16, 2, 168), (32, 4, 168), (32, 8, 128), (64, 4, 255), (64, 8, 128)):
         triton_delta_round.TILE_OF_STATE = tile
         for kernel in rounds(one, has_peer=False):
             yield kernel._replace(name="{}, {} columns, {} warps, {} registers".format(kernel.name, *tile))

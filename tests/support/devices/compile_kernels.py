@@ -315,12 +315,13 @@ def _delta() -> None:
     sizes = {"HEADS": 16, "SHARED": 2, "KEY_DIM": 128, "VALUE_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_K": 128}
     strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
     strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
-    types |= dict.fromkeys(("queries", "keys", "products"), "*fp32")
-    of_round = {**sizes, **strides, "ROWS": 64, "NEW": 16, "EARLY": True, "DEPENDENT": True}
-    kernel, constants = triton_delta_round._keys_kernel, {**of_round, "BLOCK_V": 128}
-    print("keys", compiled_bytes(kernel, constants, types, num_warps=8, num_stages=1))
-    kernel, constants = triton_delta_round._round_kernel, {**of_round, "BLOCK_V": 32, "STATE_PART": 512}
-    print("round", compiled_bytes(kernel, constants, types, num_warps=4, num_stages=1, maxnreg=128))
+    of_round = types | dict.fromkeys(("queries", "keys", "products", "values", "steps"), "*fp32")
+    both = {**sizes, "ROWS": 64, "NEW": 16, "EARLY": True, "DEPENDENT": True}
+    launch = {"num_stages": 1, "maxnreg": 128}
+    kernel, constants = triton_delta_round._rows_kernel, {**both, **strides, "BLOCK_V": 128}
+    print("rows", compiled_bytes(kernel, constants, of_round, num_warps=8, **launch))
+    kernel, constants = triton_delta_round._round_kernel, {**both, "BLOCK_V": 32, "STATE_PART": 512}
+    print("round", compiled_bytes(kernel, constants, of_round, num_warps=4, **launch))
     for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
         own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
         of_block = {**sizes, "ROWS": 64}
