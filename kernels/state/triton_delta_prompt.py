@@ -30,7 +30,17 @@ from torch import Tensor
 
 from .delta_rule import DeltaWeights
 from .paged_delta import DeltaInputs, DeltaPlan, DeltaPools
-from .triton_delta_rows import TILE, check_layer, convolved, decays, places, store_gates, store_rows, unit
+from .triton_delta_rows import (
+    TILE,
+    block_rows,
+    check_layer,
+    convolved,
+    decays,
+    places,
+    store_gates,
+    store_rows,
+    unit,
+)
 
 _COLUMNS = 32  # of a state that a program of the last kernel has
 
@@ -83,7 +93,7 @@ def delta_prompt(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, 
     _convolve_kernel[num_blocks * (rows // TILE), num_heads, 2 + num_shared](
         *solved[:3], pools.rows, *inputs[:1], *inputs[2:], weights.taps, *blocks[:3], *blocks[4:], plan.table,
         inputs.qkv.stride(0), inputs.b.stride(0), plan.table.stride(0), TAPS=weights.taps.shape[2], BLOCK_V=block_v,
-        SCALE=scale, **strides, **of_pages, num_warps=4,
+        SCALE=scale, **strides, **of_pages, num_warps=4, maxnreg=80,
     )  # fmt: skip
     _pairs_kernel[num_blocks, num_values](
         *solved[:2], *solved[4:], pools.rows, weights.a_log, weights.dt_bias, blocks.stops, *blocks[4:], plan.table,
@@ -162,8 +172,8 @@ def _convolve_kernel(
             is_dim, channels = dims < KEY_DIM, kind * KEY_DIM + dims
             store_rows(slots, is_new, channels, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head,
                        HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-            x = unit(convolved(slots, is_row, channels, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                               token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
+            x = unit(_rows(row, part * TILE, is_row, channels, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, edge,
+                           start, token_stride, head, HEADS, PAGE_SIZE, BLOCK, WIDTH, TAPS))  # fmt: skip
             x *= tl.where(kind == 0, KEY_DIM**-0.5, 1.0)
             at = ((block * BLOCK + row) * HEADS + head)[:, None] * KEY_DIM + dims[None, :]
             is_in = (row < BLOCK)[:, None] & is_dim[None, :]
@@ -178,12 +188,28 @@ def _convolve_kernel(
             a_ptr += token * small_stride + head * A_HEAD + shared
             store_gates(slots, is_new, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS,
                         SHARED, PAGE_SIZE, WIDTH)  # fmt: skip
-            v = convolved(slots, is_row, channels, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                          token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
+            v = _rows(row, part * TILE, is_row, channels, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, edge,
+                      start, token_stride, head, HEADS, PAGE_SIZE, BLOCK, WIDTH, TAPS)  # fmt: skip
             at = ((block * BLOCK + row) * HEADS + head) * SHARED + shared
             at = at[:, None] * VALUE_DIM + columns[None, :]
             is_in = (row < BLOCK)[:, None] & is_column[None, :]
             tl.store(values_ptr + at, (v * SCALE).to(values_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def _rows(
+    rows, first_row, is_row, channels, is_channel, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, edge, start, token_stride,
+    head, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Return rows behind the convolution. Most of them, and those before, are new, and need no pool."""
+    if edge + first_row - (TAPS - 1) >= start:
+        x = convolved(rows, is_row, channels, is_channel, qkv_ptr, rows_ptr, rows_ptr, taps_ptr, edge, start - edge,
+                      token_stride, WIDTH, TAPS, False, True)  # fmt: skip
+    else:
+        own_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
+        x = convolved(rows, is_row, channels, is_channel, qkv_ptr, own_ptr, before_ptr, taps_ptr, edge, start - edge,
+                      token_stride, WIDTH, TAPS, True, True)  # fmt: skip
+    return x
 
 
 @triton.jit(do_not_specialize=("table_stride",))

@@ -25,7 +25,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import gpu
 from .delta_rule import DeltaWeights
 from .paged_delta import MAX_ROUND_LEN, DeltaInputs, DeltaPlan, DeltaPools
-from .triton_delta_rows import TILE, check_layer, convolved, decays, places, store_gates, store_rows, unit
+from .triton_delta_rows import (
+    TILE,
+    block_rows,
+    check_layer,
+    convolved,
+    decays,
+    places,
+    store_gates,
+    store_rows,
+    unit,
+)
 
 # Columns and warps of a program of the second kernel, and registers of a thread. Only the end of a block needs more.
 TILE_OF_STATE = 32, 4, 128
@@ -86,7 +96,7 @@ def delta_round(
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
     _rows_kernel[num_heads * (1 + num_shared), num_seqs](
         *new, pools.rows, inputs.qkv, inputs.b, inputs.a, *weights[:3], *places, inputs.qkv.stride(0),
-        inputs.b.stride(0), TAPS=weights.taps.shape[2], BLOCK_V=whole_v, num_warps=8, maxnreg=128, **strides, **sizes,
+        inputs.b.stride(0), TAPS=weights.taps.shape[2], BLOCK_V=whole_v, num_warps=8, maxnreg=80, **strides, **sizes,
     )  # fmt: skip
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
         out, *pools, *new, *weights[1:3], *places, BLOCK_V=block_v, STATE_PART=pools.states.shape[4],
@@ -133,8 +143,8 @@ def _rows_kernel(
     EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (HEADS * (1 + SHARED), num_seqs). A program has the queries and keys of a key head, or the values of a value
-    head."""
+    """Grid: (HEADS * (1 + SHARED), num_seqs). A program has the queries and keys of a key head, or the values of one
+    value head."""
     CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
     WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
     head, kind, seq = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
@@ -145,31 +155,34 @@ def _rows_kernel(
     qkv_ptr += seq * query_len * token_stride + head * QKV_HEAD
     new, dims, columns = tl.arange(0, NEW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     slots, is_new, is_dim, is_column = start + new, new < stop - start, dims < KEY_DIM, columns < VALUE_DIM
+    edge = start // BLOCK * BLOCK
+    first = start - edge
+    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
     if DEPENDENT:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
     if kind == 0:
-        row, edge = tl.arange(0, ROWS), start // BLOCK * BLOCK
-        is_old = row < start - edge
-        keys = unit(convolved(edge + row, is_old, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                              token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, False))  # fmt: skip
+        row = tl.arange(0, ROWS)
+        is_old = row < first
+        keys = unit(convolved(row, is_old, KEY_DIM + dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge,
+                              first, token_stride, WIDTH, TAPS, True, False))  # fmt: skip
         if DEPENDENT and EARLY:
             gdc_wait()
-        q = unit(convolved(slots, is_new, dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride,
-                           head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)) * KEY_DIM**-0.5  # fmt: skip
-        k = unit(convolved(slots, is_new, KEY_DIM + dims, is_dim, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start,
-                           token_stride, head, HEADS, PAGE_SIZE, WIDTH, TAPS, True))  # fmt: skip
+        q = unit(convolved(first + new, is_new, dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge, first,
+                           token_stride, WIDTH, TAPS, True, True)) * KEY_DIM**-0.5  # fmt: skip
+        k = unit(convolved(first + new, is_new, KEY_DIM + dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge,
+                           first, token_stride, WIDTH, TAPS, True, True))  # fmt: skip
         queries_ptr += (seq * query_len * HEADS + head) * KEY_DIM
         keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
         products_ptr += (seq * query_len * HEADS + head) * (2 * BLOCK)
         is_in = is_new[:, None] & is_dim[None, :]
         tl.store(queries_ptr + new[:, None] * (HEADS * KEY_DIM) + dims[None, :], q, mask=is_in)
-        tl.store(keys_ptr + (start - edge + new)[:, None] * KEY_DIM + dims[None, :], k, mask=is_in)
-        if stop - edge >= BLOCK:
+        tl.store(keys_ptr + (first + new)[:, None] * KEY_DIM + dims[None, :], k, mask=is_in)
+        if first + stop - start >= BLOCK:
             at = row[:, None] * KEY_DIM + dims[None, :]
             tl.store(keys_ptr + at, keys, mask=is_old[:, None] & is_dim[None, :])
-        keys_ptr += (start - edge) * KEY_DIM
+        keys_ptr += first * KEY_DIM
         tl.debug_barrier()
         for token in range(stop - start):
             own_k = tl.load(keys_ptr + token * KEY_DIM + dims, mask=is_dim, other=0.0)[None, :]
@@ -190,8 +203,8 @@ def _rows_kernel(
             gdc_wait()
         shared = kind - 1
         value_head, channels = head * SHARED + shared, 2 * KEY_DIM + shared * VALUE_DIM + columns
-        v = convolved(slots, is_new, channels, is_column, qkv_ptr, rows_ptr, pages_ptr, taps_ptr, start, token_stride,
-                      head, HEADS, PAGE_SIZE, WIDTH, TAPS, True)  # fmt: skip
+        v = convolved(first + new, is_new, channels, is_column, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge, first,
+                      token_stride, WIDTH, TAPS, True, True)  # fmt: skip
         of_head = (seq * query_len + new) * (HEADS * SHARED) + value_head
         at = of_head[:, None] * VALUE_DIM + columns[None, :]
         tl.store(values_ptr + at, v, mask=is_new[:, None] & is_column[None, :])
@@ -258,8 +271,8 @@ def _round_kernel(
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
-    place = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
-    state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
+    before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
+    state = tl.load(states_ptr + before * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
     place = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE)
     updates, decay, passed = _since_edge(
         place + row, row < start - edge, columns, is_column, shared, tl.load(a_log_ptr + value_head),
@@ -291,13 +304,19 @@ def _round_kernel(
         updates = tl.where((row == here)[:, None], update[None, :], updates)
         decay = tl.where(row == here, passed, decay)
         if here == BLOCK - 1:
-            updates *= tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))[:, None]
-            of_block = first_ptr + (token + 1 - BLOCK) * KEY_DIM
-            state = _advanced(state * tl.exp(passed), of_block, updates, dims, is_dim, KEY_DIM, BLOCK)
-            tl.store(states_ptr + place * STATE_PART + numbers_of_state, state, mask=is_state)
+            tl.debug_barrier()  # updates are stored
+            old = tl.load(states_ptr + before * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
+            faded = tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))
+            block_ptr = first_ptr + (token + 1 - BLOCK) * KEY_DIM
+            advanced = _advanced(old * tl.exp(passed), block_ptr, faded, updates_ptr, place, dims, is_dim, columns,
+                                 is_column, shared, SHARED, KEY_DIM, VALUE_DIM, BLOCK)  # fmt: skip
+            to_ptr = states_ptr + place * STATE_PART + numbers_of_state
+            tl.store(to_ptr, advanced, mask=is_state)
+            tl.debug_barrier()
+            state = tl.load(to_ptr, mask=is_state, other=0.0)
             updates, passed = tl.zeros_like(updates), 0.0
             edge += BLOCK
-            place = places(edge, start + token + 1 < stop, pages_ptr, head, HEADS, PAGE_SIZE)
+            before, place = place, places(edge, start + token + 1 < stop, pages_ptr, head, HEADS, PAGE_SIZE)
     new = tl.arange(0, NEW)
     is_lost = (new >= stop - start) & (new < query_len)  # without a slot
     at = new[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
@@ -320,16 +339,22 @@ def _since_edge(
 
 
 @triton.jit
-def _advanced(state, keys_ptr, updates, dims, is_dim, KEY_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return `state` [BLOCK_K, BLOCK_V] with the products of a block's keys [BLOCK, KEY_DIM] and its `updates` [ROWS,
-    BLOCK_V], few rows at a time: this is rare, and should not take the registers of all rounds."""
+def _advanced(
+    state, keys_ptr, faded, updates_ptr, place, dims, is_dim, columns, is_column, shared, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return `state` [BLOCK_K, BLOCK_V] with the products of a block's keys [BLOCK, KEY_DIM] and its stored updates,
+    each times `faded` [ROWS]. This is rare, so all is read again, few rows at a time, and no round keeps it ready."""
     TILE: tl.constexpr = 16
-    NUM: tl.constexpr = updates.shape[0] // TILE
-    tile, row = tl.arange(0, NUM)[:, None, None], tl.arange(0, TILE)
-    updates = tl.reshape(updates, [NUM, TILE, updates.shape[1]])
+    NUM: tl.constexpr = faded.shape[0] // TILE
+    tile, row = tl.arange(0, NUM)[:, None], tl.arange(0, TILE)
+    faded = tl.reshape(faded, [NUM, TILE])
     for i in range(NUM):
-        is_in = is_dim[:, None] & (i * TILE + row < BLOCK)[None, :]
+        is_row = i * TILE + row < BLOCK
+        is_in = is_dim[:, None] & is_row[None, :]
         keys = tl.load(keys_ptr + (i * TILE + row)[None, :] * KEY_DIM + dims[:, None], mask=is_in, other=0.0)
-        some = tl.sum(tl.where(tile == i, updates, 0.0), 0)
-        state = tl.dot(keys, some, state, input_precision="tf32x3")
+        at = (place + i * TILE + row)[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
+        update = tl.load(updates_ptr + at, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        update *= tl.sum(tl.where(tile == i, faded, 0.0), 0)[:, None]
+        state = tl.dot(keys, update, state, input_precision="tf32x3")
     return state

@@ -317,11 +317,10 @@ def _delta() -> None:
     strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
     of_round = types | dict.fromkeys(("queries", "keys", "products", "values", "steps"), "*fp32")
     both = {**sizes, "ROWS": 64, "NEW": 16, "EARLY": True, "DEPENDENT": True}
-    launch = {"num_stages": 1, "maxnreg": 128}
     kernel, constants = triton_delta_round._rows_kernel, {**both, **strides, "BLOCK_V": 128}
-    print("rows", compiled_bytes(kernel, constants, of_round, num_warps=8, **launch))
+    print("rows", compiled_bytes(kernel, constants, of_round, num_warps=8, num_stages=1, maxnreg=80))
     kernel, constants = triton_delta_round._round_kernel, {**both, "BLOCK_V": 32, "STATE_PART": 512}
-    print("round", compiled_bytes(kernel, constants, of_round, num_warps=4, **launch))
+    print("round", compiled_bytes(kernel, constants, of_round, num_warps=4, num_stages=1, maxnreg=128))
     for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
         own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
         of_block = {**sizes, "ROWS": 64}
@@ -335,6 +334,7 @@ def _delta() -> None:
         for name, constants in prompt.items():
             kernel, num_warps = getattr(triton_delta_prompt, f"_{name}_kernel"), 1 if name == "invert" else 4
             launch = {"num_stages": 3 if kept == "*fp16" else 1} if name == "pass" else {}
+            launch |= {"maxnreg": 80} if name == "convolve" else {}
             print(f"{name} {kept[1:]}", compiled_bytes(kernel, constants, own, num_warps=num_warps, **launch))
     constants = {"GATE_HEAD": 768, "VALUES": 32, "SHARED": 2, "DIM": 128, "BLOCK": 128, "ROWS": 4, "DEPENDENT": True}
     print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants, types, num_warps=4))
