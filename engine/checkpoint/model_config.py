@@ -311,7 +311,7 @@ class ModelConfig:
     @property
     def untried_on_gpu(self) -> str | None:
         """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
-        return None if self.delta is None else "a gated delta rule"
+        return "a gated delta rule by channel" if self.delta is not None and self.delta.decay_dim > 1 else None
 
     @property
     def refuses_trees(self) -> str | None:

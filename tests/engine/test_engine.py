@@ -73,10 +73,9 @@ def test_a_model_whose_kernels_no_gpu_has_run_is_refused_on_one(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
-    model = checkpoint("qwen3_next")
-    with pytest.raises(
-        ConfigError, match=r"Qwen3Next.*: a gated delta rule has not run on a GPU yet; use --device cpu"
-    ):
+    model = checkpoint("kimi_linear")
+    words = r"KimiLinear.*: a gated delta rule by channel has not run on a GPU yet; use --device cpu"
+    with pytest.raises(ConfigError, match=words):
         Engine(EngineConfig(model=str(model), num_pages=8))
 
 
