@@ -8,6 +8,7 @@ What one node computes equals transformers: tests/engine/models/test_odd_shapes.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,9 +69,14 @@ def drafter(family: str, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     return {"speculative": "eagle", "draft_model": str(head)}
 
 
+@functools.cache
+def plain_of(model: Path) -> Plain:
+    return Plain.of(model, ASKS if is_whole() else ASKS[:4])
+
+
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Plain:
-    return Plain.of(model, ASKS if is_whole() else ASKS[:4])
+    return plain_of(model)  # once, though pytest makes the fixture anew for each test
 
 
 @pytest.fixture

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from forked import forked_ranks
 from thread_ranks import ThreadRanks
 
+from baton.decode_node import pacing
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.pace.step_times import ChunkCosts
 from baton.engine.prompts.prompts import Prompts
 from baton.engine.ranks.executor import RankExecutor, RankPrompts
 from baton.engine.ranks.handoffs import make_client, make_server
@@ -61,11 +64,18 @@ def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = N
     is_own = ranked is None or engine.group_steps is not None
     executor = executor_of(engine, config.max_running) if is_own else RankExecutor(ranked)
     max_gap_s = config.max_gap_s or _NO_BOUND_S
-    return _started(
-        membership,
-        handoff,
-        lambda: DecodeNode(executor, engine.cache, membership, handoff, chunk, max_gap_s=max_gap_s, **more),
-    )
+    with _known_costs() if config.max_gap_s is None else nullcontext():
+        return _started(
+            membership,
+            handoff,
+            lambda: DecodeNode(executor, engine.cache, membership, handoff, chunk, max_gap_s=max_gap_s, **more),
+        )
+
+
+def _known_costs() -> Any:
+    """Let decode nodes know the times of chunks. To measure them takes much of a start, and nothing depends on them
+    while gaps have no bound."""
+    return patch.object(pacing, "measure_costs", lambda *_: ChunkCosts({16: 0.001, 512: 0.02}))
 
 
 def _ranked(
