@@ -163,6 +163,7 @@ class DecodeNode:
             joint=executor.joint_sizes,
             window=executor.window,
             tail_window=executor.tail_window,
+            held_window=executor.held_window,
             on_finish=self._release,
             streams_elsewhere=self._streams_elsewhere,
         )

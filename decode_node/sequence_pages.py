@@ -28,6 +28,7 @@ class SequencePages:
         num_prompt_states: int = 0,
         window: int | None = None,
         tail_window: int = 0,
+        held_window: int = 0,
         chunk_tokens: int = 0,
     ) -> None:
         """`first_rounds_len`: tokens that the first two rounds of a sequence may write. The other arguments are those
@@ -38,7 +39,8 @@ class SequencePages:
         self._num_prompt_states = num_prompt_states
         self._window = window
         self._num_tails = tails_before(tail_window, self._page_size)  # that a hit needs if work continues behind it
-        self._tail_window, self._chunk_len = tail_window, chunk_tokens + 1 + first_rounds_len
+        self._tail_window, self._held_window = tail_window, held_window
+        self._chunk_len = chunk_tokens + 1 + first_rounds_len
         self.num_releases = 0  # how often a sequence gave pages back
 
     def take(self, sequence: Sequence, headroom: int = 0, *, is_pulled: bool = False) -> bool:
@@ -122,7 +124,7 @@ class SequencePages:
     def _most_tails(self, *, is_decoding: bool) -> int:
         """Return how many tail pages a sequence may hold: those of two rounds, or of a chunk and the rounds after."""
         num_new = self._first_rounds_len if is_decoding else self._chunk_len
-        return most_tails(self._tail_window, num_new, self._page_size)
+        return most_tails(self._held_window, num_new, self._page_size)
 
     def exchange(self, sequence: Sequence) -> int:
         """Exchange pages of a local prompt of which nothing is computed yet for those that were computed since, by

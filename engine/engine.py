@@ -75,7 +75,7 @@ from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
 from .state.tail_pages import tails_beside
-from .work import BatchRow
+from .work import MAX_MISSED, BatchRow
 
 logger = logging.getLogger(__name__)
 
@@ -400,8 +400,24 @@ class Engine:
 
     @property
     def tail_window(self) -> int:
-        """Positions that the target's layers with tail pages see; 0: it has no such layers."""
+        """Positions that the layers with tail pages see; 0: there are no such layers."""
         return tail_window(self.schema)
+
+    @property
+    def held_window(self) -> int:
+        """Positions whose tail pages a sequence holds: `tail_window` and, if the drafter has KV there, the rows that it
+        may catch up on."""
+        return self.tail_window + (MAX_MISSED if self.has_draft_tails else 0)
+
+    @property
+    def draft_window(self) -> int:
+        """Positions that a drafter with KV in tail pages reads back; 0: there is none."""
+        return 0 if self.schema.draft is None else self.schema.draft.window
+
+    @property
+    def has_draft_tails(self) -> bool:
+        """Whether tail pages have KV of the drafter, which depends on the first token of a choice."""
+        return self.draft_window > 0
 
     @property
     def page_bytes(self) -> int:
@@ -422,7 +438,7 @@ class Engine:
             return 0
         return tails_beside(
             num_pages,
-            self.tail_window,
+            self.held_window,
             self._config.page_size,
             num_new=3 * (1 + self.speculation.shape.num_slots),
             chunk_len=self._config.chunk(self.device.type),
@@ -525,10 +541,10 @@ class Engine:
             return submitted.read([state.params.num_logprobs for state in states])
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page into another in all pools of kept pages. All choices of a prompt share its tail pages."""
-        for pool, is_tail in zip(self._pools, are_tails(self.schema), strict=True):
-            if not is_tail:
-                pool[:, target].copy_(pool[:, source])
+        """Copy one page into another in all pools that have them: both are kept pages, or tail pages."""
+        for pool, memory in zip(self._pools, self.memory, strict=True):
+            if memory.holds(source):
+                pool[:, target - memory.first].copy_(pool[:, source - memory.first])
 
     def move_kv(
         self,
@@ -543,7 +559,9 @@ class Engine:
             move_slots_(pool, table, sources, targets)
 
     def has_tail_pages(self, pool: torch.Tensor) -> bool:
-        """Return whether a pool of the target has tail pages."""
+        """Return whether a pool of target or draft has tail pages."""
+        if self.draft_pools is not None and any(each is pool for each in self.draft_pools.all):
+            return self.has_draft_tails
         windows = {name: each.window for name, each in further_pools(self.schema).items()}
         return any(each is pool and windows[f"target.{name}"] for name, each in self.target_pools.further.items())
 

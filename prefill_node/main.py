@@ -62,6 +62,7 @@ def make_scheduler(config: PrefillConfig, engine: Engine) -> PrefillScheduler:
         config.chunk(engine.device.type),
         has_tails=has_tails,
         tail_window=engine.tail_window,
+        has_draft_tails=engine.has_draft_tails,
     )
 
 

@@ -53,7 +53,8 @@ class Request:
     )
     tail: TailPages | None = None  # pages of layers with a window; None: the model has none, or it holds no pages
     kept_tails: list[int] | None = None  # the tail pages that are its own when all is submitted; None: before
-    tail_copies: list[int] = field(default_factory=list)  # copies of the unshared pages, for all choices but the first
+    copies: list[int] = field(default_factory=list)  # of the unshared pages, for all choices but the first
+    tail_copies: list[int] = field(default_factory=list)  # likewise of their tail pages, if the drafter has KV there
     num_cached: int = 0
     num_submitted: int = 0  # tokens with KV in `pages` for whatever is submitted to the device from now on
     num_computed: int = 0  # the part of these that the host knows to be computed
@@ -89,25 +90,36 @@ class Request:
 
     def block_table(self, index: int) -> list[int]:
         """Return the pages of the index-th choice."""
-        if index == 0 or not self.tail_copies:
+        if index == 0 or not self.copies:
             return self.pages
-        num_tail = len(self.pages) - self.num_shared
-        return self.pages[: self.num_shared] + self.tail_copies[(index - 1) * num_tail : index * num_tail]
+        return [*self.pages[: self.num_shared], *self._copies(self.copies, index)]
+
+    def tail_table(self, index: int) -> list[int] | None:
+        """Return the table of tail pages of the index-th choice; None: the model has none."""
+        if self.tail is None or index == 0 or not self.tail_copies:
+            return None if self.tail is None else self.tail.pages
+        return self.tail.table_with(self.num_shared, self._copies(self.tail_copies, index))
+
+    def _copies(self, copies: Sequence[int], index: int) -> Sequence[int]:
+        """Return those of the index-th choice, counted from 1."""
+        num = len(self.pages) - self.num_shared
+        return copies[(index - 1) * num : index * num]
 
     def start(
         self,
         lease: Lease,
         own: Sequence[int],
-        tail_copies: Sequence[int],
+        copies: Sequence[int],
         num_shared: int,
         num_cached: int,
         tail: TailPages | None = None,
+        tail_copies: Sequence[int] = (),
     ) -> None:
         """Take pages: those of `lease`, whose KV is computed already for `num_cached` tokens, then `own`. `tail`: tail
         pages beside them."""
         assert len(lease.pages) <= num_shared, (self.rid, len(lease.pages), num_shared)
-        self.lease, self.pages, self.tail_copies = lease, [*lease.pages, *own], list(tail_copies)
-        self.num_shared, self.tail = num_shared, tail
+        self.lease, self.pages, self.copies = lease, [*lease.pages, *own], list(copies)
+        self.num_shared, self.tail, self.tail_copies = num_shared, tail, list(tail_copies)
         self.num_submitted = self.num_computed = self.num_cached = num_cached
         self.started = self._idle_since = time.monotonic()
 
@@ -124,8 +136,8 @@ class Request:
 
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""
-        self.lease, self.pages, self.tail, self.tail_copies = None, [], None, []
-        self.kept_tails = None
+        self.lease, self.pages, self.tail, self.kept_tails = None, [], None, None
+        self.copies, self.tail_copies = [], []
 
     def submit_chunk(self, num_tokens: int) -> None:
         """Record that the device was asked to compute the next `num_tokens` tokens."""

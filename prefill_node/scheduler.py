@@ -51,13 +51,14 @@ class PrefillScheduler:
         *,
         has_tails: bool = False,
         tail_window: int = 0,
+        has_draft_tails: bool = False,
     ) -> None:
         """`has_tails`: long prompts are divided. `tail_window`: positions that the layers with tail pages see; 0: there
-        are no such layers."""
+        are no such layers. `has_draft_tails`: tail pages have KV of the drafter, too."""
         self._length = ChunkLength[Request](chunk_tokens, has_tails=has_tails)
         self.cache = cache
         self.page_size = cache.pool.page_size
-        self._tail_window = tail_window
+        self._tail_window, self._has_draft_tails = tail_window, has_draft_tails
         self._tails_before = tails_before(tail_window, self.page_size)
         self._most_tails = most_tails(tail_window, chunk_tokens, self.page_size) if tail_window else 0
         self.max_running = max_running
@@ -134,8 +135,8 @@ class PrefillScheduler:
                 queue.remove(request)
         if request.lease is not None:
             self.cache.release(request.lease, request.pages)
-            self.cache.pool.release(request.tail_copies)
-            self.cache.pool.release(request.own_tails)
+            for pages in (request.copies, request.tail_copies, request.own_tails):
+                self.cache.pool.release(pages)
             request.give_up_pages()
 
     def find(self, rid: str, attempt: int) -> list[Request]:
@@ -173,10 +174,12 @@ class PrefillScheduler:
         owner = _owner(request)
         num_pages = pages_of(num_tokens, self.page_size)
         num_own = num_pages - len(lease.pages)
+        num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
         num_tails = min(num_own, self._most_tails)
+        num_copies = self.num_pages(request) - num_pages if self._has_draft_tails else 0  # a tail page for each copy
         try:
-            if num_tails > self.cache.available_tails:
-                raise OutOfPages(f"{num_tails} tail pages were asked for")
+            if num_tails + num_copies > self.cache.available_tails:
+                raise OutOfPages(f"{num_tails + num_copies} tail pages were asked for")
             own = self.cache.allocate(self.num_pages(request) - len(lease.pages), owner)
         except OutOfPages:
             self.cache.release(lease)
@@ -185,8 +188,8 @@ class PrefillScheduler:
         if self._tail_window:
             tail = TailPages.behind(self.cache.pool.num_pages, len(lease.pages), lease.tail_pages)
             tail.extend(len(lease.pages) + num_tails, self.cache.allocate_tails(num_tails, owner))
-        num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
-        request.start(lease, own[:num_own], own[num_own:], num_shared, len(lease.pages) * self.page_size, tail)
+        copies, num_cached = self.cache.allocate_tails(num_copies, owner), len(lease.pages) * self.page_size
+        request.start(lease, own[:num_own], own[num_own:], num_shared, num_cached, tail, copies)
         return True
 
     def _tail_of(self, request: Request, num_tokens: int) -> Sequence[int] | None:

@@ -286,6 +286,7 @@ class ModelConfig:
     gemma4: Gemma4Config | None = None
     softcap: float | None = None  # logits are cap * tanh(logits / cap)
     has_tail: bool = False  # the pool of layers with a window has tail pages
+    tail_rows: int = 0  # of a draft beside a target with tail pages: all its KV lies there, and so many rows are read
     further: tuple[Further, ...] = ()  # pools beside that of KV
     compressed: CompressedConfig | None = None  # None: attention sees tokens alone
     delta: DeltaConfig | None = None  # None: all layers have attention
@@ -388,6 +389,13 @@ class ModelConfig:
         window = self.window or WindowConfig(self.rope, self.num_kv_heads, self.head_dim, has_pool=True)
         return replace(self, window=replace(window, has_pool=True), has_tail=True)
 
+    def beside(self, target: ModelConfig, num_ahead: int) -> ModelConfig:
+        """Return the configuration of prediction layers beside `target`. If all of them have a window, their KV lies in
+        the target's tail pages, if it has some. `num_ahead`: rows before the next token that they run again."""
+        if None in self.sliding_window or not target.with_tail().has_tail:
+            return self
+        return replace(self, tail_rows=max(filter(None, self.sliding_window)) + num_ahead)
+
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
         window. Each has the layers of its pool."""
@@ -452,14 +460,14 @@ class ModelConfig:
         if self.value_dim is not None:
             further += [
                 FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),), seen)
-                for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (0, window), strict=False)
+                for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (self.tail_rows, window), strict=False)
             ]
         num_layers, own = kinds[0].num_layers, planes(kinds[0])
         if self.compressed is not None and self.has_tail:  # keys are read in a window alone, so entries come first
             further.append(FurtherPool(WINDOW_POOL, num_layers, own, window))
             first = further.pop(0)
             num_layers, own = first.num_layers, first.planes
-        return pool_of(num_layers, dtype, own, tuple(further))
+        return pool_of(num_layers, dtype, own, tuple(further), self.tail_rows)
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
         """Return the configuration of `num_layers` prediction layers. They are like the model's layers that see all

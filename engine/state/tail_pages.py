@@ -87,6 +87,10 @@ class TailPages:
         """Return the numbers in the pool's books of the tail pages of some pages of tokens."""
         return [self.base + page for page in self.pages[indices.start : indices.stop]]
 
+    def table_with(self, first: int, copies: Sequence[int]) -> list[int]:
+        """Return the table with `copies` in place of the tail pages of the pages of tokens from `first` on."""
+        return [*self.pages[:first], *(page - self.base for page in copies)]
+
     def num_missing(self, end: int, most: int) -> int:
         """Return how many tail pages `extend` takes to reach page `end` of tokens, if the sequence may hold `most`."""
         if end <= len(self.pages):

@@ -55,6 +55,7 @@ class PoolLayout(Message, frozen=True, omit_defaults=True):
     dtype: Literal["float32", "bfloat16", "float16"]
     planes: Annotated[tuple[KvPlane, ...], Meta(max_length=8), Since(6)] = ()
     further: Annotated[tuple[FurtherPool, ...], Meta(max_length=MAX_FURTHER_POOLS), Since(8)] = ()
+    window: Annotated[Count, Since(8)] = 0  # of a draft: as `FurtherPool.window`
 
 
 class RowField(Message, frozen=True):

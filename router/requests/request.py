@@ -607,6 +607,7 @@ class Need(NamedTuple):
     context_len: int  # tokens of the prompt and of the longest output
     local_pages: int = 0  # on a decode node that computes the prompt itself
     num_tails: int = 0  # tail pages that a decode node needs beside either
+    tails_per_choice: int = 0  # added by each further choice on the prefill node, if the drafter has KV there
     protocol: int = PROTOCOL_MIN  # nodes of an older one would ignore a part of the request
 
     @classmethod
@@ -623,7 +624,9 @@ class Need(NamedTuple):
         num_pages, tails = pages_of(reserved_len, page_size), tail_pages(layout, num_tokens)
         num_tails = num_pages - tails.start if tails else 0
         protocol = PROTOCOL_MIN if request.params.grammar is None else GRAMMAR_PROTOCOL
-        return cls(one, two - one, num_pages if needs_decode else None, context_len, num_pages, num_tails, protocol)
+        decode_pages = num_pages if needs_decode else None
+        of_choice = two - one if layout.draft is not None and layout.draft.window else 0
+        return cls(one, two - one, decode_pages, context_len, num_pages, num_tails, of_choice, protocol)
 
     def fits_prefill(self, node: Node) -> bool:
         """Whether this prefill node could compute it when idle."""
@@ -646,7 +649,11 @@ class Need(NamedTuple):
         prompt itself), there is no limit."""
         if prefill is None or self.decode_pages is None or not self.pages_per_choice:
             return 1 << 30
-        return 1 + (prefill.hello.capacity.request_pages - self.prefill_pages) // self.pages_per_choice
+        capacity = prefill.hello.capacity
+        most = 1 + (capacity.request_pages - self.prefill_pages) // self.pages_per_choice
+        if self.tails_per_choice:  # the prompt itself needs less than half of the tail pages (`tails_beside`)
+            most = min(most, 1 + capacity.num_tails // 2 // self.tails_per_choice)
+        return max(1, most)
 
     def _fits(self, node: Node) -> bool:
         fits = node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len
