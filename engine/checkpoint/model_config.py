@@ -189,6 +189,16 @@ class DeltaConfig:
         """Numbers of a key head and its value heads that are convolved."""
         return 2 * self.key_dim + self.num_shared * self.value_dim
 
+    def products(self, hidden_size: int) -> int:
+        """Return the number of weights in the matrices of one layer. If states decay by channel, gates and decays have
+        low ranks of `key_dim`."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        if self.decay_dim == 1:
+            gates_and_decays = hidden_size * (values + self.num_value_heads)
+        else:
+            gates_and_decays = self.key_dim * (2 * hidden_size + keys + values)
+        return hidden_size * (2 * keys + 2 * values + self.num_value_heads) + gates_and_decays
+
     @property
     def further(self) -> tuple[Further, ...]:
         """The pools of these layers: a row of inputs and one of updates per token, and a state per block of tokens."""
@@ -505,13 +515,17 @@ class ModelConfig:
 
     @property
     def attention_products(self) -> int:
-        """The same of the attention layer."""
+        """The same of the attention layer. Layers with a delta rule are averaged with those that have attention."""
+        if self.delta is not None:
+            rest = self.of_attention
+            of_delta = len(self.delta.layers) * self.delta.products(self.hidden_size)
+            return (of_delta + rest.num_layers * rest.attention_products) // self.num_layers
         latent, compressed = self.latent, self.compressed
         if compressed is not None:
             of_queries = compressed.query_rank * (self.hidden_size + self.q_size) + self.hidden_size * self.head_dim
             return of_queries + compressed.group_rank * (self.q_size + compressed.num_groups * self.hidden_size)
         if latent is None:
-            return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+            return self.hidden_size * ((2 + self.has_output_gate) * self.q_size + 2 * self.kv_size)
         query_dim = latent.plain_dim + latent.rope_dim
         if latent.query_rank is None:
             queries = self.hidden_size * self.num_heads * query_dim
