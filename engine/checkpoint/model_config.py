@@ -178,6 +178,7 @@ class DeltaConfig:
     value_dim: int
     num_taps: int  # rows that a convolution reads
     decay_dim: int = 1  # numbers by which a state decays: 1, or `key_dim`
+    longest_path: int = 0  # tokens that a tree of drafts may bring at once; 0: drafts are chains
 
     @property
     def num_shared(self) -> int:
@@ -202,23 +203,15 @@ class DeltaConfig:
     @property
     def further(self) -> tuple[Further, ...]:
         """The pools of these layers: a row of inputs and one of updates per token, and a state per block of tokens."""
-        heads, width = self.num_key_heads, self.num_channels + self.num_shared * (1 + self.decay_dim)
-        size, num_before = self.num_shared * self.key_dim * self.value_dim, self.num_taps - 1
-        return (
-            Further(DELTA_ROWS, self.layers, width, heads, is_tail=True, num_read=num_before),
-            Further(
-                DELTA_UPDATES,
-                self.layers,
-                self.num_shared * self.value_dim,
-                heads,
-                "float32",
-                is_tail=True,
-                num_read=num_before,
-            ),
-            Further(
-                DELTA_STATES, self.layers, size, heads, "float32", per_block=True, is_tail=True, num_read=num_before
-            ),
+        heads, updates = self.num_key_heads, self.num_shared * self.value_dim
+        width = self.num_channels + self.num_shared * (1 + self.decay_dim)
+        pools = (
+            Further(DELTA_ROWS, self.layers, width, heads),
+            Further(DELTA_UPDATES, self.layers, updates, heads, "float32"),
+            Further(DELTA_STATES, self.layers, updates * self.key_dim, heads, "float32", per_block=True),
         )
+        reach = {"num_read": self.num_taps - 1, "longest_path": self.longest_path}
+        return tuple(replace(each, is_tail=True, **reach) for each in pools)
 
 
 def delta_block(page_size: int) -> int:
@@ -241,6 +234,9 @@ class Further:
     is_tail: bool = False  # layers read their own block, the block before it, and `num_read` rows before their own one
     num_read: int = 0  # rows that layers read back, their own included, if not by blocks; 0: all
     longest_block: int = DELTA_BLOCK  # tokens of a block, if pages do not divide it
+    longest_path: int = (
+        0  # of a tail: tokens whose blocks layers read beside these, since no forward wrote their states
+    )
 
     def block(self, page_size: int) -> int:
         """Return the number of tokens of a block: whole blocks lie in a page. So a page that is full has all states
@@ -253,8 +249,10 @@ class Further:
 
     def window(self, page_size: int) -> int:
         """Return how many positions layers read back, their own included; 0: all."""
+        if not self.is_tail:
+            return self.num_read
         block = self.block(page_size)
-        return block + max(block, self.num_read) if self.is_tail else self.num_read
+        return block + -(-self.longest_path // block) * block + max(block, self.num_read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +326,7 @@ class ModelConfig:
         """The reason, in words, why drafts must be chains; None if they may be trees."""
         if self.compressed is not None:
             return "makes entries by position, and tokens of a tree share positions"
-        return None if self.delta is None else "has layers with a gated delta rule, which verify chains alone"
+        return None
 
     @property
     def q_size(self) -> int:
@@ -397,6 +395,14 @@ class ModelConfig:
             return self
         window = self.window or WindowConfig(self.rope, self.num_kv_heads, self.head_dim, has_pool=True)
         return replace(self, window=replace(window, has_pool=True), has_tail=True)
+
+    def with_trees(self, longest_path: int) -> ModelConfig:
+        """Return the configuration for trees of drafts that bring at most `longest_path` tokens at once. Layers with a
+        delta rule then read back as many tokens more, in whole blocks."""
+        if self.delta is None:
+            return self
+        delta = replace(self.delta, longest_path=longest_path)
+        return replace(self, delta=delta, further=delta.further)
 
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
