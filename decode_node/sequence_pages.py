@@ -92,7 +92,7 @@ class SequencePages:
         which would write over them. So another text may continue behind the end of the prompt."""
         assert sequence.lease is not None and sequence.tail is not None, sequence.unit
         tails = sequence.tail.numbers(passed)
-        end = sequence.prompt_len // self._page_size - self._num_tails
+        end = (sequence.prompt_len - 1) // self._page_size - self._num_tails  # the same prompt may come again
         others = self._cache.exchange_tails(sequence.lease, passed.start, tails, Owner.REQUEST, end)
         sequence.tail.replace(passed.start, others)
 
@@ -181,7 +181,8 @@ class SequencePages:
             assert sequence.lease is not None, sequence.unit
             first, stop = sequence.tail.first, sequence.num_computed // self._page_size
             tails = sequence.tail.numbers(range(first, stop))
-            num_taken = self._cache.share_tails(sequence.lease, first, tails, stop - self._num_tails)
+            end = min(stop, len(sequence.lease.pages)) - self._num_tails
+            num_taken = self._cache.share_tails(sequence.lease, first, tails, end)
             sequence.tail.give_up(num_taken)
 
     def give_back_unseen(self, sequence: Sequence) -> None:
@@ -213,7 +214,7 @@ class SequencePages:
         self.num_releases += 1
         taken: list[int] = []
         if sequence.tail is not None:  # the text may continue behind its end
-            end = sequence.num_computed // self._page_size - self._num_tails
+            end = len(sequence.lease.pages) - self._num_tails  # the cache has no page whose next tokens are unknown
             taken = self._give_tails(sequence, sequence.tail.first, sequence.tail.own, end)
         self._free(sequence, len(sequence.pages), taken)
         sequence.give_up_pages()

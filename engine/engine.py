@@ -53,7 +53,7 @@ from .config import SHARING, EngineConfig
 from .device import SCORED_AT_ONCE, choose_device, choose_dtype, kind_of
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
-from .drafters.speculation import read_speculation
+from .drafters.speculation import LONGEST_PATH, read_speculation
 from .models.decoder import DecoderModel
 from .models.registry import load_model
 from .progress import Progress
@@ -112,6 +112,9 @@ class Engine:
         _check_tried(self.device, self.model_config, self.speculation.draft)
         if not self.speculation.frozen_layers:  # these are read at any position by a drafter
             self.model_config = self.model_config.with_tail()
+        if not self.speculation.shape.is_chain:
+            _check_trees(self.device, self.model_config, self.speculation.shape.topk)
+            self.model_config = self.model_config.with_trees(LONGEST_PATH)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
         self.context_len = longest_context(config, self.model_config)
@@ -594,6 +597,15 @@ def _check_tried(device: torch.device, *configs: ModelConfig | None) -> None:
     for config in configs if device.type == "cuda" else ():
         if config is not None and (untried := config.untried_on_gpu):
             raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
+
+
+def _check_trees(device: torch.device, target: ModelConfig, topk: int) -> None:
+    """Raise ConfigError if the target has kernels on this device that verify no trees."""
+    if device.type == "cuda" and target.delta is not None:
+        raise ConfigError(
+            f"draft_topk is {topk}, but on a GPU layers with a gated delta rule, as {target.architecture} has, verify "
+            "chains alone; use --draft-topk 1"
+        )
 
 
 def _check_size(num_pages: int) -> None:

@@ -115,7 +115,8 @@ class PrefillScheduler:
         self.cache.insert(request.token_ids, request.pages[:num_full], request.cache_salt, request.lease)
         if request.tail is not None:  # what the first round reads stays
             tail, read = request.tail, max(0, len(request.token_ids) - self._tail_window + 1) // self.page_size
-            taken = self.cache.give_tails(request.lease, tail.first, tail.own, min(read, num_full - self._tails_before))
+            end = (len(request.token_ids) - 1) // self.page_size - self._tails_before  # the same prompt may come again
+            taken = self.cache.give_tails(request.lease, tail.first, tail.own, min(read, end))
             own, unread = tail.rest(taken), tail.rest(taken, read)
             self.cache.pool.release(unread)
             request.keep_tail(own[len(unread) :])

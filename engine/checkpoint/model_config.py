@@ -178,6 +178,7 @@ class DeltaConfig:
     value_dim: int
     num_taps: int  # rows that a convolution reads
     decay_dim: int = 1  # numbers by which a state decays: 1, or `key_dim`
+    longest_path: int = 0  # tokens that a tree of drafts may bring at once; 0: drafts are chains
 
     @property
     def num_shared(self) -> int:
@@ -189,26 +190,28 @@ class DeltaConfig:
         """Numbers of a key head and its value heads that are convolved."""
         return 2 * self.key_dim + self.num_shared * self.value_dim
 
+    def products(self, hidden_size: int) -> int:
+        """Return the number of weights in the matrices of one layer. If states decay by channel, gates and decays have
+        low ranks of `key_dim`."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        if self.decay_dim == 1:
+            gates_and_decays = hidden_size * (values + self.num_value_heads)
+        else:
+            gates_and_decays = self.key_dim * (2 * hidden_size + keys + values)
+        return hidden_size * (2 * keys + 2 * values + self.num_value_heads) + gates_and_decays
+
     @property
     def further(self) -> tuple[Further, ...]:
         """The pools of these layers: a row of inputs and one of updates per token, and a state per block of tokens."""
-        heads, width = self.num_key_heads, self.num_channels + self.num_shared * (1 + self.decay_dim)
-        size, num_before = self.num_shared * self.key_dim * self.value_dim, self.num_taps - 1
-        return (
-            Further(DELTA_ROWS, self.layers, width, heads, is_tail=True, num_read=num_before),
-            Further(
-                DELTA_UPDATES,
-                self.layers,
-                self.num_shared * self.value_dim,
-                heads,
-                "float32",
-                is_tail=True,
-                num_read=num_before,
-            ),
-            Further(
-                DELTA_STATES, self.layers, size, heads, "float32", per_block=True, is_tail=True, num_read=num_before
-            ),
+        heads, updates = self.num_key_heads, self.num_shared * self.value_dim
+        width = self.num_channels + self.num_shared * (1 + self.decay_dim)
+        pools = (
+            Further(DELTA_ROWS, self.layers, width, heads),
+            Further(DELTA_UPDATES, self.layers, updates, heads, "float32"),
+            Further(DELTA_STATES, self.layers, updates * self.key_dim, heads, "float32", per_block=True),
         )
+        reach = {"num_read": self.num_taps - 1, "longest_path": self.longest_path}
+        return tuple(replace(each, is_tail=True, **reach) for each in pools)
 
 
 def delta_block(page_size: int) -> int:
@@ -231,6 +234,9 @@ class Further:
     is_tail: bool = False  # layers read their own block, the block before it, and `num_read` rows before their own one
     num_read: int = 0  # rows that layers read back, their own included, if not by blocks; 0: all
     longest_block: int = DELTA_BLOCK  # tokens of a block, if pages do not divide it
+    longest_path: int = (
+        0  # of a tail: tokens whose blocks layers read beside these, since no forward wrote their states
+    )
 
     def block(self, page_size: int) -> int:
         """Return the number of tokens of a block: whole blocks lie in a page. So a page that is full has all states
@@ -243,8 +249,10 @@ class Further:
 
     def window(self, page_size: int) -> int:
         """Return how many positions layers read back, their own included; 0: all."""
+        if not self.is_tail:
+            return self.num_read
         block = self.block(page_size)
-        return block + max(block, self.num_read) if self.is_tail else self.num_read
+        return block + -(-self.longest_path // block) * block + max(block, self.num_read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +327,7 @@ class ModelConfig:
         """The reason, in words, why drafts must be chains; None if they may be trees."""
         if self.compressed is not None:
             return "makes entries by position, and tokens of a tree share positions"
-        return None if self.delta is None else "has layers with a gated delta rule, which verify chains alone"
+        return None
 
     @property
     def q_size(self) -> int:
@@ -395,6 +403,14 @@ class ModelConfig:
         if None in self.sliding_window or not target.with_tail().has_tail:
             return self
         return replace(self, tail_rows=max(filter(None, self.sliding_window)) + num_ahead)
+
+    def with_trees(self, longest_path: int) -> ModelConfig:
+        """Return the configuration for trees of drafts that bring at most `longest_path` tokens at once. Layers with a
+        delta rule then read back as many tokens more, in whole blocks."""
+        if self.delta is None:
+            return self
+        delta = replace(self.delta, longest_path=longest_path)
+        return replace(self, delta=delta, further=delta.further)
 
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
@@ -513,13 +529,17 @@ class ModelConfig:
 
     @property
     def attention_products(self) -> int:
-        """The same of the attention layer."""
+        """The same of the attention layer. Layers with a delta rule are averaged with those that have attention."""
+        if self.delta is not None:
+            rest = self.of_attention
+            of_delta = len(self.delta.layers) * self.delta.products(self.hidden_size)
+            return (of_delta + rest.num_layers * rest.attention_products) // self.num_layers
         latent, compressed = self.latent, self.compressed
         if compressed is not None:
             of_queries = compressed.query_rank * (self.hidden_size + self.q_size) + self.hidden_size * self.head_dim
             return of_queries + compressed.group_rank * (self.q_size + compressed.num_groups * self.hidden_size)
         if latent is None:
-            return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+            return self.hidden_size * ((2 + self.has_output_gate) * self.q_size + 2 * self.kv_size)
         query_dim = latent.plain_dim + latent.rope_dim
         if latent.query_rank is None:
             queries = self.hidden_size * self.num_heads * query_dim

@@ -132,6 +132,8 @@ def delta_nodes(rng: random.Random, family: str, shape: dict[str, Any]) -> tuple
         "transport": rng.choice(("local", "zmq")),
         **({"draft_steps": num_steps} if num_steps else {}),
     }
+    if drafter == "mtp" and num_steps:
+        both["draft_topk"] = 1 + num_steps % 3  # trees of two or three choices, and chains
     names = ("num_attention_heads", "linear_num_heads", "linear_num_key_heads", "intermediate_size")
     counts = [shape[name] for name in (*names, "moe_intermediate_size") if name in shape]
     ranks = [num for num in (1, 1, 2, 3) if all(count % num == 0 for count in counts)]
