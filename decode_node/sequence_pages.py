@@ -48,9 +48,11 @@ class SequencePages:
         otherwise it is computed here."""
         num_tokens = len(sequence.token_ids)
         num_tails = 0 if is_pulled else self._num_tails
-        lease = self._cache.acquire(sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails)
         end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
         num_pages = pages_of(end, self._page_size)
+        prefix = sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails
+        num_restored = self._cache.restore(*prefix, num_pages=num_pages + headroom)
+        lease = self._cache.acquire(*prefix)
         tail = self._begin_tail(num_tokens, lease, is_pulled=is_pulled)
         try:
             num_own, num_tails = num_pages - len(lease.pages), 0

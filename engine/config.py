@@ -91,6 +91,12 @@ class EngineConfig(NodeConfig):
     prefix_cache: bool = setting(
         True, "keep the KV pages of finished requests, so that prompts with the same beginning start sooner"
     )
+    host_cache_gb: float | None = setting(
+        None,
+        "keep pages that leave the prefix cache in so many gigabytes (10^9 bytes) of host memory, of all ranks "
+        "together; a prompt gets them back if that is sooner than to compute them (default: none)",
+        metavar="GB",
+    )
     tune: bool = setting(
         True,
         "on cuda, measure at the first start which kernels multiply the model's matrices fastest, and keep the result "

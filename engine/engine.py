@@ -70,7 +70,9 @@ from .sampling.sampling import SubmittedSample
 from .sampling.state import SamplingState, each_kind
 from .state.cuda_memory import pool_zeros
 from .state.cuda_pool import CudaPool
+from .state.host_copies import HostCopies
 from .state.host_memory import available_memory
+from .state.host_tier import HostTier
 from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
@@ -246,6 +248,14 @@ class Engine:
         self.target_pools, self.draft_pools = self._by_owner(map(_values, self._pools, layouts))
         self.pool = PagePool(num_pages, page_size, self.memory[0].generations, num_tails=num_tails)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
+
+    def open_tier(self, num_bytes: int) -> None:
+        """Give the prefix cache a host tier of `num_bytes` bytes, with tail pages in the proportion of the pools. Call
+        it when the pools have their size."""
+        num_slots = num_bytes * self.pool.num_pages // self.bytes_of(self.pool.num_pages)
+        num_tails = num_slots * self.pool.num_tails // self.pool.num_pages
+        self.cache.tier = HostTier(HostCopies(self.memory, num_slots, num_tails))
+        logger.info("host tier of %d pages and %d tail pages", num_slots, num_tails)
 
     def _by_owner(self, tensors: Iterable[torch.Tensor]) -> tuple[ModelPools, ModelPools | None]:
         """Return the pools of target and draft, given all in the order of the schema."""

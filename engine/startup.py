@@ -72,6 +72,8 @@ def load_engine(
         if fits:
             fit_pools(engine, config, rehearse)
         engine.warm_up(config.chunk(engine.device.type))
+        if config.host_cache_gb is not None:
+            engine.open_tier(int(config.host_cache_gb * 1e9) // config.num_ranks)
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",
         engine.card.name,

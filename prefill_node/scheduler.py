@@ -166,10 +166,10 @@ class PrefillScheduler:
 
     def _take_pages(self, request: Request) -> bool:
         """Give the request all its pages, cached ones first, or none (False)."""
-        num_tokens = len(request.token_ids)
-        lease = self.cache.acquire(
-            request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
-        )
+        num_tokens, num_all = len(request.token_ids), self.num_pages(request)
+        prefix = request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
+        num_restored = self.cache.restore(*prefix, num_pages=num_all)
+        lease = self.cache.acquire(*prefix)
         owner = _owner(request)
         num_pages = pages_of(num_tokens, self.page_size)
         num_own = num_pages - len(lease.pages)
@@ -177,7 +177,7 @@ class PrefillScheduler:
         try:
             if num_tails > self.cache.available_tails:
                 raise OutOfPages(f"{num_tails} tail pages were asked for")
-            own = self.cache.allocate(self.num_pages(request) - len(lease.pages), owner)
+            own = self.cache.allocate(num_all - len(lease.pages), owner)
         except OutOfPages:
             self.cache.release(lease)
             return False

@@ -1,0 +1,199 @@
+"""The host tier: slots of host memory for pages that the prefix cache evicts from the pool.
+
+    pool page --evict: store--> slot --oldest leaf--> gone
+              <--restore: load--
+
+A slot holds all bytes of one page, in all layers and pools; tail pages have slots of their own. The nodes of the prefix
+cache's tree name the slots, so the tier has no index: a prompt finds a slot by its tokens, as it finds a page.
+
+A page that is loaded keeps its slot, so it can be evicted again without a copy. When slots are short, the tier first
+takes those whose page lies in the pool, too. Then it takes those that are unused longest. A node is evicted from the
+pool after its children, and loaded after its parent. So among the nodes that lie in slots alone, in the order in which
+they came, every node comes before its parent: the first one is a leaf.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from ...metadata.estimate import Estimate, Fading
+from .cached_node import CachedNode
+
+_LOADED = Fading(to=0.0, after=30.0, half_life=30.0)  # a slow load must not be the last one
+
+SlotField = Literal["slot", "tail_slot"]
+
+
+class TimedLoad(NamedTuple):
+    """Pages that were loaded, and the seconds that it took."""
+
+    num_pages: int
+    seconds: float
+
+
+class PageCopies(Protocol):
+    """Copies of whole pages between the pools of a node and slots of host memory. The device does them in the order of
+    the calls: work that is submitted before a call comes before the copy, and later work comes after it. So a page may
+    be written again, and a slot may be loaded, as soon as the call returns.
+
+    Slots of tail pages are numbered behind the others, as tail pages are."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def num_tail_slots(self) -> int: ...
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all loads are done, so that other processes may read the pages."""
+        ...
+
+    def store(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy pages, which are all tail pages or all others, into slots."""
+        ...
+
+    def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy slots into pages likewise."""
+        ...
+
+    def take_loads(self) -> list[TimedLoad]:
+        """Return the loads that were done since the last call."""
+        ...
+
+
+class HostSlots:
+    """The books of slots of one kind. `field` is the node's field that names the slot."""
+
+    def __init__(self, slots: range, field: SlotField) -> None:
+        self._field: SlotField = field
+        self._free = list(reversed(slots))
+        self._alone: OrderedDict[CachedNode, None] = OrderedDict()  # not in the pool; unused longest first
+        self._doubled: OrderedDict[CachedNode, None] = OrderedDict()  # in the pool, too
+        self.num_slots = len(slots)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_slots - len(self._free)
+
+    @property
+    def num_alone(self) -> int:
+        """Slots whose page lies nowhere else."""
+        return len(self._alone)
+
+    @property
+    def nodes(self) -> list[CachedNode]:
+        """All nodes that have a slot, those whose page lies nowhere else first, each before its parent."""
+        return [*self._alone, *self._doubled]
+
+    def of(self, node: CachedNode) -> int | None:
+        """Return the node's slot."""
+        return getattr(node, self._field)
+
+    def take(self, drop: Callable[[CachedNode], object]) -> int | None:
+        """Return a slot to write, which the caller gives to a node. `drop(node)` is called for a node that loses its
+        only copy. None: there is no slot."""
+        if not self._free:
+            if self._doubled:
+                self.free(next(iter(self._doubled)))
+            elif self._alone:
+                drop(next(iter(self._alone)))
+        return self._free.pop() if self._free else None
+
+    def give(self, node: CachedNode, slot: int) -> None:
+        """Give a slot to a node that leaves the pool."""
+        assert self.of(node) is None, (slot, self.of(node))
+        setattr(node, self._field, slot)
+        self._alone[node] = None
+
+    def leave_pool(self, node: CachedNode) -> None:
+        """The pool has the node's page no more: the slot has the only copy."""
+        self._doubled.pop(node)
+        self._alone[node] = None
+
+    def hold(self, node: CachedNode) -> None:
+        """Keep the node's slot until `enter_pool`: it is to be loaded."""
+        del self._alone[node]
+
+    def enter_pool(self, node: CachedNode) -> None:
+        """The pool has the node's page, too."""
+        self._alone.pop(node, None)
+        self._doubled[node] = None
+
+    def free(self, node: CachedNode) -> None:
+        """Take the node's slot."""
+        slot = self.of(node)
+        assert slot is not None
+        setattr(node, self._field, None)
+        self._alone.pop(node, None)
+        self._doubled.pop(node, None)
+        self._free.append(slot)
+
+
+class HostTier:
+    """Owns the slots of one node's host memory. The prefix cache alone uses it."""
+
+    def __init__(self, copies: PageCopies) -> None:
+        self.copies = copies
+        num_slots = copies.num_slots
+        self.kept = HostSlots(range(num_slots), "slot")
+        self.tails = HostSlots(range(num_slots, num_slots + copies.num_tail_slots), "tail_slot")
+        self.compute_token_s: Callable[[], float] = lambda: 0.0  # seconds per prompt token, as the node measures them
+        self._page_s = Estimate(num_kept=3, memory=8, fading=_LOADED)  # of a load, per page
+        self.num_stored = self.num_restored = 0  # pages, tail pages included
+        self.restore_s = 0.0
+
+    def store(self, nodes: Sequence[CachedNode], drop: Callable[[CachedNode], object]) -> None:
+        """Give slots to nodes whose pages the pool is about to free, and copy the pages there. The nodes come before
+        their parents. If there are not slots for all, the first ones get none. `drop`: as of `HostSlots.take`."""
+        self._store(self.kept, nodes, [node.page for node in nodes], drop)
+
+    def store_tails(self, nodes: Sequence[CachedNode], drop: Callable[[CachedNode], object]) -> None:
+        """Store the tail pages of nodes likewise."""
+        self._store(self.tails, nodes, [node.tail for node in nodes], drop)
+
+    def load(self, slots: HostSlots, nodes: Sequence[CachedNode], pages: Sequence[int]) -> None:
+        """Copy the slots of nodes, which are on hold, into pages of the pool."""
+        named = [slot for node in nodes if (slot := slots.of(node)) is not None]
+        assert len(named) == len(pages), (named, pages)
+        if named:
+            self.copies.load(named, pages)
+            self.num_restored += len(named)
+        for node in nodes:
+            slots.enter_pool(node)
+
+    def is_sooner(self, num_pages: int, num_tokens: int) -> bool:
+        """Return whether to load so many pages takes less time than to compute so many tokens. What was not measured
+        counts as quick to load and slow to compute."""
+        now, token_s = time.monotonic(), self.compute_token_s()
+        self._learn(now)
+        return not token_s or num_pages * self._page_s.at(now) < num_tokens * token_s
+
+    def _learn(self, now: float) -> None:
+        for load in self.copies.take_loads():
+            self._page_s.observe(load.seconds / load.num_pages, now)
+            self.restore_s += load.seconds
+
+    def _store(
+        self,
+        slots: HostSlots,
+        nodes: Sequence[CachedNode],
+        pages: Sequence[int | None],
+        drop: Callable[[CachedNode], object],
+    ) -> None:
+        moves: list[tuple[CachedNode, int, int]] = []
+        first = max(0, len(nodes) - slots.num_slots)
+        for node, page in list(zip(nodes, pages, strict=True))[first:]:
+            assert page is not None
+            if slots.of(node) is not None:
+                slots.leave_pool(node)
+            elif (slot := slots.take(drop)) is not None:
+                moves.append((node, page, slot))
+        if moves:
+            self.copies.store([page for _, page, _ in moves], [slot for _, _, slot in moves])
+            self.num_stored += len(moves)
+        for node, _, slot in moves:
+            slots.give(node, slot)
