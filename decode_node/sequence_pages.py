@@ -51,7 +51,7 @@ class SequencePages:
         end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
         num_pages = pages_of(end, self._page_size)
         prefix = sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails
-        num_restored = self._cache.restore(*prefix, num_pages=num_pages + headroom)
+        sequence.restore(self._cache.restore(*prefix, num_pages=num_pages + headroom) * self._page_size)
         lease = self._cache.acquire(*prefix)
         tail = self._begin_tail(num_tokens, lease, is_pulled=is_pulled)
         try:

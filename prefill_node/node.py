@@ -101,6 +101,8 @@ class PrefillNode:
         self._rate = ChunkSeconds()
         if prompts.longest_chunk is not None:  # a canary alone would tell the seconds per token of a short chunk
             self._rate.observe(*prompts.longest_chunk)
+        if self.cache.tier is not None:
+            self.cache.tier.compute_token_s = lambda: self._rate.token_s
         self._keys = itertools.count()
         self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
         self._under_way: ChunkUnderWay | None = None
@@ -149,6 +151,7 @@ class PrefillNode:
             generated_tokens=counts.generated_tokens,
             dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
             cache_changes=self.cache.num_changes,
+            host=None if self.cache.tier is None else self.cache.tier.figures,
         )
 
     def units(self) -> tuple[Unit, ...]:

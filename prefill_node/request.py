@@ -55,6 +55,7 @@ class Request:
     kept_tails: list[int] | None = None  # the tail pages that are its own when all is submitted; None: before
     tail_copies: list[int] = field(default_factory=list)  # copies of the unshared pages, for all choices but the first
     num_cached: int = 0
+    num_restored: int = 0  # tokens of these that came from the host tier
     num_submitted: int = 0  # tokens with KV in `pages` for whatever is submitted to the device from now on
     num_computed: int = 0  # the part of these that the host knows to be computed
     num_offered: int = 0  # pages
@@ -85,7 +86,9 @@ class Request:
     @property
     def times(self) -> PrefillTimes:
         """The times that the router gets for the request's timeline."""
-        return PrefillTimes(self.sample_s, self.num_offers, self.num_early_pages, tuple(self._chunks))
+        return PrefillTimes(
+            self.sample_s, self.num_offers, self.num_early_pages, tuple(self._chunks), self.num_restored
+        )
 
     def block_table(self, index: int) -> list[int]:
         """Return the pages of the index-th choice."""
@@ -121,6 +124,10 @@ class Request:
     def keep_tail(self, own: list[int]) -> None:
         """Keep only the tail pages `own`. The caller has given the others to the prefix cache, or freed them."""
         self.kept_tails = own
+
+    def restore(self, num_tokens: int) -> None:
+        """Record that the prefix cache has got the KV of so many tokens back from the host tier."""
+        self.num_restored += num_tokens
 
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""

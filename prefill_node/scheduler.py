@@ -168,7 +168,7 @@ class PrefillScheduler:
         """Give the request all its pages, cached ones first, or none (False)."""
         num_tokens, num_all = len(request.token_ids), self.num_pages(request)
         prefix = request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
-        num_restored = self.cache.restore(*prefix, num_pages=num_all)
+        request.restore(self.cache.restore(*prefix, num_pages=num_all) * self.page_size)
         lease = self.cache.acquire(*prefix)
         owner = _owner(request)
         num_pages = pages_of(num_tokens, self.page_size)

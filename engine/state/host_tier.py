@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from ...metadata.estimate import Estimate, Fading
+from ...metadata.wire.node_info import HostFigures, SlotLedger, TierLedger
 from .cached_node import CachedNode
 
 _LOADED = Fading(to=0.0, after=30.0, half_life=30.0)  # a slow load must not be the last one
@@ -79,10 +80,10 @@ class HostSlots:
     def num_used(self) -> int:
         return self.num_slots - len(self._free)
 
-    @property
-    def num_alone(self) -> int:
-        """Slots whose page lies nowhere else."""
-        return len(self._alone)
+    def ledger(self) -> SlotLedger:
+        """Count the slots."""
+        assert self.num_used == len(self._alone) + len(self._doubled), (self.num_used, len(self._alone))
+        return SlotLedger(free=len(self._free), cache=self.num_used, cache_in_pool=len(self._doubled))
 
     @property
     def nodes(self) -> list[CachedNode]:
@@ -146,6 +147,17 @@ class HostTier:
         self.num_stored = self.num_restored = 0  # pages, tail pages included
         self.restore_s = 0.0
 
+    @property
+    def figures(self) -> HostFigures:
+        """What the tier has done since the node's start."""
+        return HostFigures(
+            num_slots=self.kept.num_slots + self.tails.num_slots,
+            num_used=self.kept.num_used + self.tails.num_used,
+            num_stored=self.num_stored,
+            num_restored=self.num_restored,
+            restore_seconds=self.restore_s,
+        )
+
     def store(self, nodes: Sequence[CachedNode], drop: Callable[[CachedNode], object]) -> None:
         """Give slots to nodes whose pages the pool is about to free, and copy the pages there. The nodes come before
         their parents. If there are not slots for all, the first ones get none. `drop`: as of `HostSlots.take`."""
@@ -164,6 +176,11 @@ class HostTier:
             self.num_restored += len(named)
         for node in nodes:
             slots.enter_pool(node)
+
+    def ledger(self) -> TierLedger:
+        """Count the slots of each kind."""
+        kept, tails = self.kept, self.tails
+        return TierLedger(kept.ledger(), tails.ledger() if tails.num_slots else None)
 
     def is_sooner(self, num_pages: int, num_tokens: int) -> bool:
         """Return whether to load so many pages takes less time than to compute so many tokens. What was not measured

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...metadata.errors import OutOfPages
-from ...metadata.wire.node_info import PoolLedger
+from ...metadata.wire.node_info import PoolLedger, TierLedger
 from .cached_node import CachedNode
 from .host_tier import HostTier
 from .pages import Owner, PagePool
@@ -156,6 +156,10 @@ class PrefixCache:
         passed_first = itertools.chain(self._passed_tails, self._idle_tails)
         self._evict_tails(list(itertools.islice(passed_first, max(0, n - self.pool.num_free_tails))))
         return self.pool.allocate_tails(n, owner)
+
+    def tier_ledger(self) -> TierLedger | None:
+        """Count the slots of the host tier; None: there is no tier."""
+        return None if self.tier is None else self.tier.ledger()
 
     def match(
         self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
@@ -358,7 +362,7 @@ class PrefixCache:
         self._num_pages -= len(nodes)
 
     def _evict_tails(self, nodes: Sequence[CachedNode]) -> None:
-        """Free the tail pages of nodes, which nobody uses. The host tier gets those behind which a text may continue."""
+        """Free the tail pages of nodes, which nobody uses. The host tier gets those behind which a text may go on."""
         if self.tier is not None:
             ends = [node for node in nodes if node.is_cached and node in self._idle_tails]
             self.tier.store_tails(ends, self._drop_tail_slot)

@@ -189,6 +189,16 @@ class Load(Message, frozen=True):
         return max((rank.free_pages for rank in self.ranks), default=self.free_pages)
 
 
+class HostFigures(Message, frozen=True):
+    """Slots of a node's host tier, those of tail pages included, and counters since the node's start."""
+
+    num_slots: Count = 0
+    num_used: Count = 0
+    num_stored: Count = 0  # pages that were copied to it
+    num_restored: Count = 0  # pages that were copied back into the pool
+    restore_seconds: Seconds = 0.0
+
+
 class NodeStats(Message, frozen=True):
     """Counters since the node's start, for /metrics."""
 
@@ -212,6 +222,7 @@ class NodeStats(Message, frozen=True):
     # by rank, if each has sequences of its own: rounds in which others had some and this one had none
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     cache_changes: Annotated[Count, Since(8)] = 0  # pages that the prefix cache stored or removed
+    host: Annotated[HostFigures | None, Since(8)] = None  # None: it has no host tier
 
 
 class Service(Message, frozen=True):
@@ -231,3 +242,18 @@ class PoolLedger(Message, frozen=True):
     ticket: Count
     cache: Count
     cache_referenced: Count  # cached pages whose reference count is not zero
+
+
+class SlotLedger(Message, frozen=True):
+    """Number of slots of a host tier by use. The first two sum to the slots."""
+
+    free: Count
+    cache: Count
+    cache_in_pool: Count  # of `cache`, those whose page lies in the pool, too
+
+
+class TierLedger(Message, frozen=True):
+    """Slots of a node's host tier."""
+
+    pages: SlotLedger
+    tail_pages: SlotLedger | None = None  # None: the model has none
