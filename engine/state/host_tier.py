@@ -104,24 +104,19 @@ class HostSlots:
                 drop(next(iter(self._alone)))
         return self._free.pop() if self._free else None
 
-    def give(self, node: CachedNode, slot: int) -> None:
-        """Give a slot to a node that leaves the pool."""
-        assert self.of(node) is None, (slot, self.of(node))
+    def hold(self, node: CachedNode) -> None:
+        """Keep the node's slot until `leave_pool` or `enter_pool`."""
+        self._alone.pop(node, None)
+        self._doubled.pop(node, None)
+
+    def leave_pool(self, node: CachedNode, slot: int) -> None:
+        """The slot, which is on hold or new, has the only copy of the node's page."""
         setattr(node, self._field, slot)
         self._alone[node] = None
 
-    def leave_pool(self, node: CachedNode) -> None:
-        """The pool has the node's page no more: the slot has the only copy."""
-        self._doubled.pop(node)
-        self._alone[node] = None
-
-    def hold(self, node: CachedNode) -> None:
-        """Keep the node's slot until `enter_pool`: it is to be loaded."""
-        del self._alone[node]
-
     def enter_pool(self, node: CachedNode) -> None:
         """The pool has the node's page, too."""
-        self._alone.pop(node, None)
+        self.hold(node)
         self._doubled[node] = None
 
     def free(self, node: CachedNode) -> None:
@@ -201,16 +196,19 @@ class HostTier:
         pages: Sequence[int | None],
         drop: Callable[[CachedNode], object],
     ) -> None:
-        moves: list[tuple[CachedNode, int, int]] = []
         first = max(0, len(nodes) - slots.num_slots)
-        for node, page in list(zip(nodes, pages, strict=True))[first:]:
-            assert page is not None
-            if slots.of(node) is not None:
-                slots.leave_pool(node)
-            elif (slot := slots.take(drop)) is not None:
-                moves.append((node, page, slot))
+        known = [slots.of(node) for node in nodes[first:]]
+        for node in nodes[first:]:
+            slots.hold(node)  # until all have one
+        own = [slots.take(drop) if slot is None else slot for slot in known]
+        moves = [
+            (page, slot)
+            for page, slot, before in zip(pages[first:], own, known, strict=True)
+            if page is not None and slot is not None and before is None
+        ]
         if moves:
-            self.copies.store([page for _, page, _ in moves], [slot for _, _, slot in moves])
+            self.copies.store([page for page, _ in moves], [slot for _, slot in moves])
             self.num_stored += len(moves)
-        for node, _, slot in moves:
-            slots.give(node, slot)
+        for node, slot in zip(nodes[first:], own, strict=True):
+            if slot is not None:
+                slots.leave_pool(node, slot)

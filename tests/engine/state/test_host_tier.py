@@ -99,6 +99,8 @@ class Node:
             used = [getattr(node, name) for node in nodes if getattr(node, name) is not None]
             assert len(used) == len(set(used)) == slots.num_used == len(slots.nodes)
             assert set(slots.nodes) <= set(nodes)
+        alone = list(tier.kept._alone)
+        assert all(node.parent not in alone[:place] for place, node in enumerate(alone)), "a parent before its child"
         assert cache.num_pages == sum(node.page is not None for node in nodes)
 
 
