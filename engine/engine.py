@@ -70,13 +70,15 @@ from .sampling.sampling import SubmittedSample
 from .sampling.state import SamplingState, each_kind
 from .state.cuda_memory import pool_zeros
 from .state.cuda_pool import CudaPool
-from .state.host_copies import HostCopies
 from .state.host_memory import available_memory
-from .state.host_tier import HostTier
 from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
 from .state.tail_pages import tails_beside
+from .tiers.cuda_copies import CudaCopies
+from .tiers.host_copies import HostCopies
+from .tiers.host_tier import HostTier
+from .tiers.pinned_memory import grant
 from .work import BatchRow
 
 logger = logging.getLogger(__name__)
@@ -252,10 +254,20 @@ class Engine:
     def open_tier(self, num_bytes: int) -> None:
         """Give the prefix cache a host tier of `num_bytes` bytes, with tail pages in the proportion of the pools. Call
         it when the pools have their size."""
-        num_slots = num_bytes * self.pool.num_pages // self.bytes_of(self.pool.num_pages)
+        got = grant(num_bytes, is_pinned=self.kind.is_apart)
+        fitting = got.num_bytes * self.pool.num_pages // self.bytes_of(self.pool.num_pages)
+        num_slots = self._ranks.least(fitting)
         num_tails = num_slots * self.pool.num_tails // self.pool.num_pages
-        self.cache.tier = HostTier(HostCopies(self.memory, num_slots, num_tails))
-        logger.info("host tier of %d pages and %d tail pages", num_slots, num_tails)
+        if self.kind.is_apart:
+            copies = CudaCopies(self._pools, self.memory, num_slots, num_tails)
+        else:
+            copies = HostCopies(self.memory, num_slots, num_tails)
+        self.cache.tier = HostTier(copies)
+        words = f"host tier: {size_in_words(num_bytes)} asked for, {num_slots} pages and {num_tails} tail pages"
+        if got.reason:
+            logger.warning("%s: %s", words, got.reason)
+        else:
+            logger.info("%s", words)
 
     def _by_owner(self, tensors: Iterable[torch.Tensor]) -> tuple[ModelPools, ModelPools | None]:
         """Return the pools of target and draft, given all in the order of the schema."""

@@ -116,6 +116,7 @@ class PrefillNode:
         for request in self.scheduler.start():
             self._begin(request)
         plan = self.scheduler.plan()
+        self.cache.store_ahead()
         if plan or self._under_way is not None:
             self.membership.enter("prefill", STEP_LIMIT_S)
             self._compute(plan)
@@ -262,7 +263,7 @@ class PrefillNode:
     def _begin(self, request: Request) -> None:
         self._counts.prompt_tokens += len(request.token_ids)
         self._counts.cached_tokens += request.num_cached
-        if self._under_way is None:  # otherwise the chunk under way may still compute these cached pages
+        if self._under_way is None and self.cache.is_settled:  # otherwise cached pages may not be complete yet
             self._tickets.offer_computed(request)
 
     def _compute(self, plan: StepPlan) -> None:

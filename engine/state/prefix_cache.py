@@ -16,11 +16,11 @@ last such page. Requests give the cache all tail pages that they read no more. A
 then no work continues behind its node. The cache first evicts tail pages in the middle of a text behind which no
 request has continued.
 
-A page without references can be evicted. Then its KV may go on in the host tier (host_tier.py), and its node in the
-tree. `restore` brings such pages back into the pool, where `acquire` finds them. A node in the pool has a parent in the
-pool. `_idle` lists these pages, the longest idle first. Releases run from the last
-page towards the root, so every page comes before its parent. Therefore the first entry is always a leaf, and an
-eviction takes O(1).
+A page without references can be evicted. Then its KV may go on in the host tier (engine/tiers/host_tier.py), and its
+node in the tree. `restore` brings such pages back into the pool, where `acquire` finds them. A node in the pool has a
+parent in the pool. `_idle` lists the pages that can be evicted, the longest idle first. Releases run from the last page
+towards the root, so every page comes before its parent. Therefore the first entry always has no child in the pool, and
+an eviction takes O(1).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dataclasses import dataclass, field
 
 from ...metadata.errors import OutOfPages
 from ...metadata.wire.node_info import PoolLedger, TierLedger
+from ..tiers.host_tier import HostTier
 from .cached_node import CachedNode
-from .host_tier import HostTier
 from .pages import Owner, PagePool
 
 
@@ -156,6 +156,11 @@ class PrefixCache:
         passed_first = itertools.chain(self._passed_tails, self._idle_tails)
         self._evict_tails(list(itertools.islice(passed_first, max(0, n - self.pool.num_free_tails))))
         return self.pool.allocate_tails(n, owner)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all cached pages that came from the host tier are there for other processes."""
+        return self.tier is None or self.tier.copies.is_settled
 
     def tier_ledger(self) -> TierLedger | None:
         """Count the slots of the host tier; None: there is no tier."""
@@ -281,6 +286,15 @@ class PrefixCache:
         self._evict_tails([node for node in nodes if node.tail is not None])
         self._free(nodes)
         return len(nodes)
+
+    def store_ahead(self) -> None:
+        """Copy pages that are idle longest to the host tier while the pool has few free ones, if it pays to copy them
+        before they are evicted. To be called once per step."""
+        if self.tier is None or not (most := self.tier.copies.num_ahead):
+            return
+        num_short = min(most, self.pool.num_usable // 8) - self.pool.num_free
+        if num_short > 0:
+            self.tier.store_ahead(list(itertools.islice(self._idle, num_short)), self._drop_slot)
 
     def flush(self) -> int:
         """Free every page without references, and every unused tail page, and all that the host tier has. Return how

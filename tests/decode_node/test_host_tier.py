@@ -89,10 +89,25 @@ def play(pair: NodePair, prompts: list[list[int]], step: Callable[[], object] = 
     return {key: result.ids for key, result in pair.results.items()}
 
 
+class Evictions:
+    """Evicts pages of both nodes of a pair at random moments."""
+
+    def __init__(self, pair: NodePair) -> None:
+        self._pair, self._rng = pair, random.Random(3)
+
+    def __call__(self) -> None:
+        rng = self._rng
+        for cache in (self._pair.prefill.cache, self._pair.decode.cache):
+            if rng.random() < 0.2:
+                cache.evict(rng.randint(1, 30))
+            if cache.pool.num_tails and rng.random() < 0.1:
+                cache.pool.release(cache.allocate_tails(rng.randint(0, cache.available_tails), Owner.REQUEST))
+
+
 @pytest.mark.parametrize("name", thinned(MODELS, lambda _, name: name in ("llama", "qwen3_next", "eagle3-on-gpt-oss")))
-@pytest.mark.parametrize("num_slots_gb", [0.0005, 0.02])
+@pytest.mark.parametrize("host_cache_gb", [0.0005, 0.02])
 def test_evictions_at_every_moment_change_no_token(
-    name: str, num_slots_gb: float, checkpoint: Callable[..., Path], tmp_path: Path, make_pair: MakePair
+    name: str, host_cache_gb: float, checkpoint: Callable[..., Path], tmp_path: Path, make_pair: MakePair
 ) -> None:
     is_drafter = name in drafters.ALL
     model = drafters.target_of(name, checkpoint) if is_drafter else checkpoint(name)
@@ -100,21 +115,31 @@ def test_evictions_at_every_moment_change_no_token(
     prompts = conversations(4, 4)
     common = SETTINGS | speculation
     expected = play(make_pair(model, prefill=common, decode=common | {"num_pages": 400}), prompts)
-    rng = random.Random(3)
-    tight = common | {"num_pages": 48, "host_cache_gb": num_slots_gb}
+    tight = common | {"num_pages": 48, "host_cache_gb": host_cache_gb}
     pair = make_pair(model, prefill=tight, decode=tight)
+    assert play(pair, prompts, Evictions(pair)) == expected
+    assert min(num_restored(pair)) > 0
 
-    def evict() -> None:
-        for cache in (pair.prefill.cache, pair.decode.cache):
-            if rng.random() < 0.2:
-                cache.evict(rng.randint(1, 30))
-            if cache.pool.num_tails and rng.random() < 0.1:
-                cache.pool.release(cache.allocate_tails(rng.randint(0, cache.available_tails), Owner.REQUEST))
 
-    assert play(pair, prompts, evict) == expected
-    for node in (pair.prefill, pair.decode):
-        assert node.cache.tier is not None
-        assert node.cache.tier.num_restored > 0
+@pytest.mark.parametrize(
+    ("role", "ranks"),
+    thinned([("decode", {"tp": 2}), ("prefill", {"tp": 2}), ("decode", {"dp_attention": 2})], lambda i, *_: i < 2),
+)
+def test_ranks_store_and_restore_their_parts_of_the_same_pages(
+    role: str, ranks: dict[str, int], checkpoint: Callable[..., Path], make_pair: MakePair
+) -> None:
+    model, prompts = checkpoint("llama"), conversations(3, 3)
+    expected = play(make_pair(model, prefill=SETTINGS, decode=SETTINGS | {"num_pages": 400}), prompts)
+    tight = SETTINGS | TIER | {"num_pages": 48}
+    pair = make_pair(model, **{"prefill": tight, "decode": tight, role: tight | ranks})
+    assert play(pair, prompts, Evictions(pair)) == expected
+    assert min(num_restored(pair)) > 0
+
+
+def num_restored(pair: NodePair) -> list[int]:
+    """Return how many pages each node got back from its tier."""
+    figures = [node.stats().host for node in (pair.prefill, pair.decode)]
+    return [each.num_restored for each in figures if each is not None]
 
 
 def test_preempted_sequences_come_back_from_the_tier(checkpoint: Callable[..., Path], make_pair: MakePair) -> None:
@@ -129,8 +154,7 @@ def test_preempted_sequences_come_back_from_the_tier(checkpoint: Callable[..., P
         ended = [result.ended for result in pair.run().values()]
         preemptions = [each for end in ended if end is not None for each in end.preemptions]
         assert len(preemptions) > 3
-        num_restored = sum(each.num_restored for each in preemptions)
-        assert (num_restored > 0) == bool(tier)
+        assert (sum(each.num_restored for each in preemptions) > 0) == bool(tier)
         texts.append({key: result.ids for key, result in pair.results.items()})
         computed.append(pair.decode.stats().computed_tokens)
     assert texts[0] == texts[1]

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...metadata.handoff.memory import PageMemory
 from .host_tier import TimedLoad
+from .pinned_memory import tier_memory
 
 
 class _Kind(NamedTuple):
@@ -33,7 +34,15 @@ class HostCopies:
     def is_settled(self) -> bool:
         return True
 
-    def store(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+    @property
+    def num_ahead(self) -> int:
+        return 0
+
+    def await_ahead(self) -> None:
+        pass
+
+    def store(self, pages: Sequence[int], slots: Sequence[int], *, is_ahead: bool = False) -> None:
+        del is_ahead
         kind, rows, offset = *self._of(slots), 0
         for pool in kind.pools:
             end, own = offset + pool.page_bytes, np.asarray(pages) - pool.first
@@ -66,4 +75,5 @@ def slot_bytes(pools: Sequence[PageMemory]) -> int:
 
 
 def _empty(pools: Sequence[PageMemory], num_slots: int) -> np.ndarray:
-    return np.empty((num_slots, slot_bytes(pools)), np.uint8)
+    size = slot_bytes(pools)
+    return tier_memory(num_slots * size, is_pinned=False).reshape(num_slots, size)

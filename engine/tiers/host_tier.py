@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from ...metadata.estimate import Estimate, Fading
 from ...metadata.wire.node_info import HostFigures, SlotLedger, TierLedger
-from .cached_node import CachedNode
+from ..state.cached_node import CachedNode
 
 _LOADED = Fading(to=0.0, after=30.0, half_life=30.0)  # a slow load must not be the last one
 
@@ -53,8 +53,18 @@ class PageCopies(Protocol):
         """Whether all loads are done, so that other processes may read the pages."""
         ...
 
-    def store(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy pages, which are all tail pages or all others, into slots."""
+    @property
+    def num_ahead(self) -> int:
+        """How many pages it pays to store at once before they are evicted; 0: it does not pay."""
+        ...
+
+    def store(self, pages: Sequence[int], slots: Sequence[int], *, is_ahead: bool = False) -> None:
+        """Copy pages, which are all tail pages or all others, into slots. With `is_ahead`, the pages must stay as they
+        are until `await_ahead`."""
+        ...
+
+    def await_ahead(self) -> None:
+        """Let later work wait for all copies that were made ahead."""
         ...
 
     def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
@@ -94,11 +104,12 @@ class HostSlots:
         """Return the node's slot."""
         return getattr(node, self._field)
 
-    def take(self, drop: Callable[[CachedNode], object]) -> int | None:
+    def take(self, drop: Callable[[CachedNode], object], *, is_ahead: bool = False) -> int | None:
         """Return a slot to write, which the caller gives to a node. `drop(node)` is called for a node that loses its
-        only copy. None: there is no slot."""
+        only copy. None: there is no slot. With `is_ahead`, no node loses its second copy: it may be the next one that
+        needs it."""
         if not self._free:
-            if self._doubled:
+            if self._doubled and not is_ahead:
                 self.free(next(iter(self._doubled)))
             elif self._alone:
                 drop(next(iter(self._alone)))
@@ -162,6 +173,22 @@ class HostTier:
         """Store the tail pages of nodes likewise."""
         self._store(self.tails, nodes, [node.tail for node in nodes], drop)
 
+    def store_ahead(self, nodes: Sequence[CachedNode], drop: Callable[[CachedNode], object]) -> None:
+        """Copy pages into slots that the pool will free soon, so that nothing waits for a copy then."""
+        moves: list[tuple[CachedNode, int, int]] = []
+        for node in nodes:
+            if node.slot is None and node.page is not None and len(moves) < self.copies.num_ahead:
+                slot = self.kept.take(drop, is_ahead=True)
+                if slot is None:
+                    break
+                moves.append((node, node.page, slot))
+        if moves:
+            self.copies.store([page for _, page, _ in moves], [slot for _, _, slot in moves], is_ahead=True)
+            self.num_stored += len(moves)
+        for node, _, slot in moves:
+            self.kept.leave_pool(node, slot)
+            self.kept.enter_pool(node)
+
     def load(self, slots: HostSlots, nodes: Sequence[CachedNode], pages: Sequence[int]) -> None:
         """Copy the slots of nodes, which are on hold, into pages of the pool."""
         named = [slot for node in nodes if (slot := slots.of(node)) is not None]
@@ -200,6 +227,8 @@ class HostTier:
         known = [slots.of(node) for node in nodes[first:]]
         for node in nodes[first:]:
             slots.hold(node)  # until all have one
+        if any(slot is not None for slot in known):
+            self.copies.await_ahead()
         own = [slots.take(drop) if slot is None else slot for slot in known]
         moves = [
             (page, slot)

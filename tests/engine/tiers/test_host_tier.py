@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from baton.engine.state.cached_node import CachedNode
-from baton.engine.state.host_copies import HostCopies
-from baton.engine.state.host_tier import HostTier
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import PrefixCache
+from baton.engine.tiers.host_copies import HostCopies
+from baton.engine.tiers.host_tier import HostTier
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.schema.kv_layout import KvLayout
 from baton.metadata.wire.node_info import PoolLayout
