@@ -184,7 +184,7 @@ class DecodeNode:
         else:
             self.pacing.alone.take()
         self._announce()
-        self.cache.store_ahead()
+        self.cache.tend()
         for sequence in plan.failed:
             words = "the pool cannot hold this request alone"
             self._fail(sequence.router, sequence.unit, "out_of_pages", words, is_retryable=False)

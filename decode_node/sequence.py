@@ -12,6 +12,7 @@ import msgspec
 from ..engine.sampling.state import SamplingState, ended
 from ..engine.state.prefix_cache import Lease
 from ..engine.state.tail_pages import TailPages
+from ..engine.tiers.disk_tier import Fetch
 from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Compute, Dispatch
 from ..metadata.wire.request import (
@@ -139,6 +140,7 @@ class Sequence:
     first_kept: int = 0  # index of the first page that it still holds; no layer sees those before
     num_computed: int = 0  # tokens with KV in `pages`
     num_cached: int = 0  # prompt tokens whose KV was found in a prefix cache, as reported to the client
+    fetch: Fetch | None = None  # files of its prefix that are read; None: it waits for none
     num_restored: int = 0  # prompt tokens whose KV came from the host tier of this node
     num_sent: int = 0  # generated tokens that the router has been sent
     owes_num_cached: bool = False  # the router must be told `num_cached`, since no prefill node tells it

@@ -116,11 +116,16 @@ class PrefillNode:
         for request in self.scheduler.start():
             self._begin(request)
         plan = self.scheduler.plan()
-        self.cache.store_ahead()
+        self.cache.tend()
         if plan or self._under_way is not None:
             self.membership.enter("prefill", STEP_LIMIT_S)
             self._compute(plan)
-        return bool(self.scheduler.computing) or self._under_way is not None
+        if self.scheduler.computing or self._under_way is not None:
+            return True
+        if self.scheduler.is_fetching:
+            time.sleep(_PAUSE_S)
+            return True
+        return False
 
     @property
     def is_idle(self) -> bool:

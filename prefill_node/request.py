@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..engine.sampling.state import SamplingState
 from ..engine.state.prefix_cache import Lease
 from ..engine.state.tail_pages import TailPages
+from ..engine.tiers.disk_tier import Fetch
 from ..metadata.wire.messages import Prefill
 from ..metadata.wire.node_info import Peer
 from ..metadata.wire.request import (
@@ -55,6 +56,7 @@ class Request:
     kept_tails: list[int] | None = None  # the tail pages that are its own when all is submitted; None: before
     tail_copies: list[int] = field(default_factory=list)  # copies of the unshared pages, for all choices but the first
     num_cached: int = 0
+    fetch: Fetch | None = None  # files of its prefix that are read; None: it waits for none
     num_restored: int = 0  # tokens of these that came from the host tier
     num_submitted: int = 0  # tokens with KV in `pages` for whatever is submitted to the device from now on
     num_computed: int = 0  # the part of these that the host knows to be computed

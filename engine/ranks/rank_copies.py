@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ..tiers.host_tier import PageCopies, TimedLoad
 from ..work import LoadPages, StorePages
 
@@ -47,6 +49,12 @@ class RankCopies:
     def load(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         self._send(LoadPages(slots, pages))
         self._own.load(slots, pages)
+
+    def row(self, slot: int) -> np.ndarray:
+        return self._own.row(slot)
+
+    def fence(self) -> Callable[[], object]:
+        return self._own.fence()
 
     def take_loads(self) -> list[TimedLoad]:
         return self._own.take_loads()

@@ -30,10 +30,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...metadata.errors import OutOfPages
 from ...metadata.wire.node_info import PoolLedger, TierLedger
+from ..tiers.disk_tier import Fetch
 from ..tiers.host_tier import HostTier
+from ..tiers.page_files import Kind
 from .cached_node import CachedNode
 from .pages import Owner, PagePool
 
@@ -57,6 +60,16 @@ class Lease:
         assert self.node is not None, "the lease was released"
         covered = [own for own, cached in zip(block_table, self.pages, strict=False) if own != cached]
         return covered + list(block_table[len(self.pages) :])
+
+
+class _Restorable(NamedTuple):
+    """Nodes of a prefix that the host tier makes longer."""
+
+    in_pool: list[CachedNode]
+    absent: list[CachedNode]  # behind them
+    ends: list[CachedNode]  # the last ones, whose tail pages are read
+    tails: list[CachedNode]  # those of them whose tail pages are not in the pool
+    num_new: int  # pages by which the prefix becomes longer
 
 
 class PrefixCache:
@@ -287,23 +300,33 @@ class PrefixCache:
         self._free(nodes)
         return len(nodes)
 
-    def store_ahead(self) -> None:
+    def tend(self) -> None:
+        """Let the tiers work. To be called once per step."""
+        if self.tier is not None:
+            self._store_ahead()
+            if self.tier.disk is not None:
+                self.tier.disk.poll()
+
+    def _store_ahead(self) -> None:
         """Copy pages that are idle longest to the host tier while the pool has few free ones, if it pays to copy them
-        before they are evicted. To be called once per step."""
-        if self.tier is None or not (most := self.tier.copies.num_ahead):
-            return
-        num_short = min(most, self.pool.num_usable // 8) - self.pool.num_free
+        before they are evicted."""
+        assert self.tier is not None
+        num_short = min(self.tier.copies.num_ahead, self.pool.num_usable // 8) - self.pool.num_free
         if num_short > 0:
             self.tier.store_ahead(list(itertools.islice(self._idle, num_short)), self._drop_slot)
 
     def flush(self) -> int:
-        """Free every page without references, and every unused tail page, and all that the host tier has. Return how
-        many pages of the pool were freed, tail pages not counted."""
+        """Free every page without references, and every unused tail page, and all that the tiers have. Return how many
+        pages of the pool were freed, tail pages not counted."""
         if self.tier is not None:
+            for node in self.tier.disk.clear() if self.tier.disk is not None else ():
+                self._changed_tail(node)
+                self.lose(node)
             for node in self.tier.tails.nodes:
                 self._drop_tail_slot(node)
             for node in self.tier.kept.nodes:
-                self._drop_slot(node)
+                if node.slot is not None:  # it was not behind another one
+                    self._drop_slot(node)
         self._free_tails([*self._passed_tails, *self._idle_tails])
         nodes = list(self._idle)
         self._free(nodes)
@@ -323,17 +346,10 @@ class PrefixCache:
 
         The arguments are those of `acquire`. Nothing is copied unless the pool then still has room for a request of
         `num_pages` pages in all, those of the prefix included."""
-        if self.tier is None:
+        found = self._in_tier(token_ids, salt, limit_pages, num_tails)
+        if found is None:
             return 0
-        walked = list(self._walk(token_ids, salt, limit_pages, in_tier=True))
-        num_found = _num_resumable(walked, num_tails, _tail_anywhere)
-        in_pool = list(itertools.takewhile(lambda node: node.page is not None, walked[:num_found]))
-        num_new = num_found - _num_resumable(in_pool, num_tails, _tail_in_pool)
-        absent = walked[len(in_pool) : num_found]
-        ends = walked[max(0, num_found - num_tails) : num_found]
-        tails = [node for node in ends if node.tail is None]
-        if num_new <= 0 or not self.tier.is_sooner(len(absent) + len(tails), num_new * self.page_size):
-            return 0
+        in_pool, absent, ends, tails, num_new = found
         pinned = Lease(salt, [], self._root)
         for node in in_pool:
             self._extend(pinned, node)
@@ -345,6 +361,84 @@ class PrefixCache:
             self._load(absent, tails)
         self.release(pinned)
         return num_new if has_room else 0
+
+    def fetch(
+        self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
+    ) -> Fetch | None:
+        """Begin to read files of a prefix into the host tier, if that is sooner than to compute their tokens. The
+        arguments are those of `acquire`. Return what the prompt waits for; None: nothing."""
+        if self.tier is None or self.tier.disk is None:
+            return None
+        walked = list(self._walk(token_ids, salt, limit_pages, _anywhere))
+        num_found = _num_resumable(walked, num_tails, _tail_anywhere)
+        in_memory = list(itertools.takewhile(_in_memory, walked[:num_found]))
+        num_new = num_found - _num_resumable(in_memory, num_tails, _tail_in_memory)
+        absent = [node for node in walked[:num_found] if not node.is_in_memory]
+        tails = [node for node in walked[max(0, num_found - num_tails) : num_found] if not node.has_tail_in_memory]
+        if num_new <= 0:
+            return None
+        for node in reversed(walked[:num_found]):  # their slots are not to be taken for the others
+            self.tier.kept.touch(node)
+            self.tier.tails.touch(node)
+        drops = self._drop_slot, self._drop_tail_slot
+        return self.tier.fetch(absent, tails, num_new * self.page_size, drops)
+
+    def close(self) -> None:
+        """End what the tiers do. Files stay."""
+        if self.tier is not None and self.tier.disk is not None:
+            self.tier.disk.thread.close()
+
+    def is_awaited(self, fetch: Fetch | None) -> bool:
+        """Return whether a prompt still waits for files."""
+        if fetch is None or self.tier is None or self.tier.disk is None:
+            return False
+        return not self.tier.disk.is_over(fetch)
+
+    def node_behind(self, parent: CachedNode | None, key: bytes) -> CachedNode:
+        """Return the node of a page that lies in a file, which is made if need be. `parent` None: it is a first page,
+        and its key begins with the salt."""
+        before = parent or self._root
+        if key not in before.children:
+            before.children[key] = CachedNode(key, before)
+        return before.children[key]
+
+    def note_file(self, node: CachedNode) -> None:
+        """A node, or its tail page, lies in a file that was found."""
+        self._changed(node)
+
+    def lose(self, node: CachedNode) -> None:
+        """A file of the node is gone: if nothing is left of its page, the node leaves the tree."""
+        if not node.is_cached:
+            self._remove(node)
+
+    def take_read(self, node: CachedNode | None, kind: Kind, slot: int) -> None:
+        """Give a node the slot that its file was read into. None: free the slot."""
+        assert self.tier is not None
+        (self.tier.kept if kind == "page" else self.tier.tails).end_read(slot, node)
+
+    def may_restore(
+        self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
+    ) -> bool:
+        """Return whether `restore` would copy pages, given room."""
+        return self._in_tier(token_ids, salt, limit_pages, num_tails) is not None
+
+    def _in_tier(
+        self, token_ids: Sequence[int], salt: str, limit_pages: int | None, num_tails: int
+    ) -> _Restorable | None:
+        """Return the part of a prefix that lies in the host tier alone; None: there is none, or computing it is
+        sooner."""
+        if self.tier is None:
+            return None
+        walked = list(self._walk(token_ids, salt, limit_pages, _in_memory))
+        num_found = _num_resumable(walked, num_tails, _tail_in_memory)
+        in_pool = list(itertools.takewhile(lambda node: node.page is not None, walked[:num_found]))
+        num_new = num_found - _num_resumable(in_pool, num_tails, _tail_in_pool)
+        absent = walked[len(in_pool) : num_found]
+        ends = walked[max(0, num_found - num_tails) : num_found]
+        tails = [node for node in ends if node.tail is None]
+        if num_new <= 0 or not self.tier.is_sooner(len(absent) + len(tails), num_new * self.page_size):
+            return None
+        return _Restorable(in_pool, absent, ends, tails, num_new)
 
     def _load(self, nodes: list[CachedNode], tails: list[CachedNode]) -> None:
         """Copy the pages of nodes and the tail pages of others from the host tier. The pages before them are pinned."""
@@ -402,12 +496,18 @@ class PrefixCache:
     def _drop_tail_slot(self, node: CachedNode) -> None:
         assert self.tier is not None
         self.tier.tails.free(node)
+        self._changed_tail(node)
+
+    def _changed_tail(self, node: CachedNode) -> None:
+        """If the rows of a node's tail page lie nowhere any more, note that."""
         if not node.has_tail:
             self._changed(node)
 
     def _remove(self, node: CachedNode) -> None:
-        """Take a node whose page lies nowhere out of the tree, with all nodes behind it, which lie in slots alone."""
+        """Take a node whose page lies nowhere out of the tree, with all nodes behind it, which are not in the pool."""
         assert node.parent is not None
+        if node.parent.children.get(node.key) is not node:
+            return  # it went with one before it
         del node.parent.children[node.key]
         left = [node]
         while left:
@@ -418,6 +518,8 @@ class PrefixCache:
                 self.tier.kept.free(gone)
             if self.tier is not None and gone.tail_slot is not None:
                 self.tier.tails.free(gone)
+            if self.tier is not None and self.tier.disk is not None:
+                self.tier.disk.forget(gone)
             self._changed(gone)
 
     def _use_tail(self, lease: Lease, node: CachedNode) -> None:
@@ -447,16 +549,19 @@ class PrefixCache:
             yield key if page or start else salt.encode() + key
 
     def _walk(
-        self, token_ids: Sequence[int], salt: str, limit_pages: int | None, *, in_tier: bool = False
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        limit_pages: int | None,
+        is_there: Callable[[CachedNode], bool] = lambda node: node.page is not None,
     ) -> Iterator[CachedNode]:
-        """Yield the nodes of the tokens, up to the first one whose page is not in the pool, or, with `in_tier`, that is
-        not there."""
+        """Yield the nodes of the tokens, up to the first one that `is_there` does not find: by default, in the pool."""
         num_keyed = self._num_keyed(len(token_ids))
         stop = num_keyed if limit_pages is None else min(num_keyed, limit_pages)
         node = self._root
         for key in self._keys(token_ids, salt, 0, stop):
             child = node.children.get(key)
-            if child is None or (child.page is None and not in_tier):
+            if child is None or not is_there(child):
                 return
             yield (node := child)
 
@@ -502,6 +607,18 @@ class PrefixCache:
 
 def _tail_in_pool(node: CachedNode) -> bool:
     return node.tail is not None
+
+
+def _in_memory(node: CachedNode) -> bool:
+    return node.is_in_memory
+
+
+def _anywhere(node: CachedNode) -> bool:
+    return node.is_cached
+
+
+def _tail_in_memory(node: CachedNode) -> bool:
+    return node.has_tail_in_memory
 
 
 def _tail_anywhere(node: CachedNode) -> bool:

@@ -13,7 +13,7 @@ ahead are the exception: their pages stay as they are, so later work does not wa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -112,6 +112,15 @@ class CudaCopies:
                 load.done.record(self._stream)
             current.wait_stream(self._stream)
             self._loads.append(load)
+
+    def row(self, slot: int) -> np.ndarray:
+        kind, first = (self._kept, 0) if slot < self.num_slots else (self._tails, self.num_slots)
+        return kind.slots[slot - first].numpy()
+
+    def fence(self) -> Callable[[], object]:
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return done.synchronize
 
     def take_loads(self) -> list[TimedLoad]:
         done: list[TimedLoad] = []

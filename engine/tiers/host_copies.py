@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +58,12 @@ class HostCopies:
             pool.pages[:, own] = copied.swapaxes(0, 1)
             offset = end
         self._loads.append(TimedLoad(len(pages), time.monotonic() - begun))
+
+    def row(self, slot: int) -> np.ndarray:
+        return self._kept.slots[slot] if slot < self.num_slots else self._tails.slots[slot - self.num_slots]
+
+    def fence(self) -> Callable[[], object]:
+        return lambda: None
 
     def take_loads(self) -> list[TimedLoad]:
         loads, self._loads = self._loads, []

@@ -19,11 +19,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from ...metadata.estimate import Estimate, Fading
 from ...metadata.wire.node_info import HostFigures, SlotLedger, TierLedger
 from ..state.cached_node import CachedNode
+from .disk_tier import DiskTier, Fetch
+from .page_files import Kind
 
 _LOADED = Fading(to=0.0, after=30.0, half_life=30.0)  # a slow load must not be the last one
+
+_WAITED = 0.5  # a prompt waits for files at most this part of the time that computing takes
 
 SlotField = Literal["slot", "tail_slot"]
 
@@ -71,6 +77,14 @@ class PageCopies(Protocol):
         """Copy slots into pages likewise."""
         ...
 
+    def row(self, slot: int) -> np.ndarray:
+        """Return the memory of a slot, uint8 [slot_bytes]; with several ranks, that of rank 0."""
+        ...
+
+    def fence(self) -> Callable[[], object]:
+        """Return a function, for any thread, that waits until the stores so far are done."""
+        ...
+
     def take_loads(self) -> list[TimedLoad]:
         """Return the loads that were done since the last call."""
         ...
@@ -84,6 +98,8 @@ class HostSlots:
         self._free = list(reversed(slots))
         self._alone: OrderedDict[CachedNode, None] = OrderedDict()  # not in the pool; unused longest first
         self._doubled: OrderedDict[CachedNode, None] = OrderedDict()  # in the pool, too
+        self._reading: set[int] = set()  # into which a file is read
+        self._ages = dict.fromkeys(slots, 0)  # how often each was taken
         self.num_slots = len(slots)
 
     @property
@@ -92,8 +108,9 @@ class HostSlots:
 
     def ledger(self) -> SlotLedger:
         """Count the slots."""
-        assert self.num_used == len(self._alone) + len(self._doubled), (self.num_used, len(self._alone))
-        return SlotLedger(free=len(self._free), cache=self.num_used, cache_in_pool=len(self._doubled))
+        num_cached, num_reading = len(self._alone) + len(self._doubled), len(self._reading)
+        assert self.num_used == num_cached + num_reading, (self.num_used, num_cached, num_reading)
+        return SlotLedger(len(self._free), num_cached, len(self._doubled), num_reading)
 
     @property
     def nodes(self) -> list[CachedNode]:
@@ -113,7 +130,34 @@ class HostSlots:
                 self.free(next(iter(self._doubled)))
             elif self._alone:
                 drop(next(iter(self._alone)))
-        return self._free.pop() if self._free else None
+        if not self._free:
+            return None
+        self._ages[self._free[-1]] += 1
+        return self._free.pop()
+
+    def watch(self, slot: int) -> Callable[[], bool]:
+        """Return a function, for any thread, which says whether the slot still holds what it holds now."""
+        ages, age = self._ages, self._ages[slot]
+        return lambda: ages[slot] == age
+
+    def begin_read(self, slot: int) -> None:
+        """A file is read into a slot that was taken."""
+        self._reading.add(slot)
+
+    def end_read(self, slot: int, node: CachedNode | None) -> None:
+        """The file was read: the node gets the slot, unless it has one. None: nobody wants it."""
+        self._reading.remove(slot)
+        if node is None or self.of(node) is not None:
+            self._free.append(slot)
+            return
+        self.leave_pool(node, slot)
+        if (node.page if self._field == "slot" else node.tail) is not None:
+            self.enter_pool(node)
+
+    def touch(self, node: CachedNode) -> None:
+        """The node is used: if the slot has its only copy, it is the last one to go."""
+        if node in self._alone:
+            self._alone.move_to_end(node)
 
     def hold(self, node: CachedNode) -> None:
         """Keep the node's slot until `leave_pool` or `enter_pool`."""
@@ -150,19 +194,21 @@ class HostTier:
         self.tails = HostSlots(range(num_slots, num_slots + copies.num_tail_slots), "tail_slot")
         self.compute_token_s: Callable[[], float] = lambda: 0.0  # seconds per prompt token, as the node measures them
         self._page_s = Estimate(num_kept=3, memory=8, fading=_LOADED)  # of a load, per page
+        self.disk: DiskTier | None = None
         self.num_stored = self.num_restored = 0  # pages, tail pages included
         self.restore_s = 0.0
 
     @property
     def figures(self) -> HostFigures:
         """What the tier has done since the node's start."""
-        return HostFigures(
+        figures = HostFigures(
             num_slots=self.kept.num_slots + self.tails.num_slots,
             num_used=self.kept.num_used + self.tails.num_used,
             num_stored=self.num_stored,
             num_restored=self.num_restored,
             restore_seconds=self.restore_s,
         )
+        return figures if self.disk is None else self.disk.add_figures(figures)
 
     def store(self, nodes: Sequence[CachedNode], drop: Callable[[CachedNode], object]) -> None:
         """Give slots to nodes whose pages the pool is about to free, and copy the pages there. The nodes come before
@@ -199,10 +245,17 @@ class HostTier:
         for node in nodes:
             slots.enter_pool(node)
 
+    @property
+    def slot_bytes(self) -> dict[Kind, int]:
+        """Bytes of a slot of each kind that has slots."""
+        firsts: dict[Kind, int] = {"page": 0, "tail": self.kept.num_slots}
+        sizes = {"page": self.kept.num_slots, "tail": self.tails.num_slots}
+        return {kind: self.copies.row(first).nbytes for kind, first in firsts.items() if sizes[kind]}
+
     def ledger(self) -> TierLedger:
         """Count the slots of each kind."""
-        kept, tails = self.kept, self.tails
-        return TierLedger(kept.ledger(), tails.ledger() if tails.num_slots else None)
+        disk = None if self.disk is None else self.disk.ledger()
+        return TierLedger(self.kept.ledger(), self.tails.ledger() if self.tails.num_slots else None, disk)
 
     def is_sooner(self, num_pages: int, num_tokens: int) -> bool:
         """Return whether to load so many pages takes less time than to compute so many tokens. What was not measured
@@ -241,3 +294,51 @@ class HostTier:
         for node, slot in zip(nodes[first:], own, strict=True):
             if slot is not None:
                 slots.leave_pool(node, slot)
+        if self.disk is not None:
+            wait, kind = self.copies.fence(), self._kind(slots)
+            for node, slot in zip(nodes[first:], own, strict=True):
+                if slot is not None:
+                    self.disk.write(node, kind, self.copies.row(slot), slots.watch(slot), wait)
+
+    def _read(
+        self, slots: HostSlots, node: CachedNode, kind: Kind, fetch: Fetch, drop: Callable[[CachedNode], object]
+    ) -> bool:
+        """Begin to read a file. False: there is no slot for it."""
+        assert self.disk is not None
+        if self.disk.join(node, kind, fetch):
+            return True
+        slot = slots.take(drop)
+        if slot is None:
+            return False
+        slots.begin_read(slot)
+        if not (node.is_filed if kind == "page" else node.tail_is_filed):  # it went with what was dropped for it
+            slots.end_read(slot, None)
+            return False
+        self.disk.read(node, kind, slot, self.copies.row(slot), fetch)
+        return True
+
+    def _kind(self, slots: HostSlots) -> Kind:
+        return "page" if slots is self.kept else "tail"
+
+    def fetch(
+        self,
+        nodes: Sequence[CachedNode],
+        tails: Sequence[CachedNode],
+        num_tokens: int,
+        drops: tuple[Callable[[CachedNode], object], Callable[[CachedNode], object]],
+    ) -> Fetch | None:
+        """Begin to read files of nodes, and of tail pages of others, into slots. `num_tokens`: that a prompt then need
+        not compute. `drops`: as of `HostSlots.take`, for both kinds of slots. Return what the prompt waits for; None if
+        it is sooner computed."""
+        assert self.disk is not None
+        num_pages, now = len(nodes) + len(tails), time.monotonic()
+        limit_s = num_tokens * self.compute_token_s() * _WAITED
+        if self.disk.expected_s(num_pages) > limit_s:
+            return None
+        fetch = Fetch(num_pages, num_pages, now, now + limit_s)
+        for slots, own, drop in ((self.kept, nodes, drops[0]), (self.tails, tails, drops[1])):
+            kind = self._kind(slots)
+            for node in own:
+                if not self._read(slots, node, kind, fetch, drop):
+                    fetch.num_left -= 1
+        return fetch

@@ -47,11 +47,13 @@ def tier_memory(num_bytes: int, *, is_pinned: bool) -> np.ndarray:
     memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     if is_pinned:
         address = memory.ctypes.data
-        error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        runtime = torch.cuda.cudart()
+        assert runtime is not None, "no CUDA"
+        error = int(runtime.cudaHostRegister(address, num_bytes, 0))
         if error:
             logger.warning("%s of the host tier cannot be pinned (CUDA error %d)", size_in_words(num_bytes), error)
         else:
-            unpin = weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, address)
+            unpin = weakref.finalize(memory, runtime.cudaHostUnregister, address)
             unpin.atexit = False  # the process's end does it
     return memory
 

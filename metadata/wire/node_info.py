@@ -197,6 +197,12 @@ class HostFigures(Message, frozen=True):
     num_stored: Count = 0  # pages that were copied to it
     num_restored: Count = 0  # pages that were copied back into the pool
     restore_seconds: Seconds = 0.0
+    num_files: Count = 0  # of the disk tier
+    file_bytes: Count = 0
+    files_written: Count = 0
+    files_read: Count = 0
+    files_damaged: Count = 0  # or gone, or another page's
+    disk_failures: Count = 0
 
 
 class NodeStats(Message, frozen=True):
@@ -245,15 +251,26 @@ class PoolLedger(Message, frozen=True):
 
 
 class SlotLedger(Message, frozen=True):
-    """Number of slots of a host tier by use. The first two sum to the slots."""
+    """Number of slots of a host tier by use: `free`, `cache` and `reading` sum to the slots."""
 
     free: Count
     cache: Count
     cache_in_pool: Count  # of `cache`, those whose page lies in the pool, too
+    reading: Count = 0  # into which a file is read
+
+
+class DiskLedger(Message, frozen=True):
+    """Files of a node's disk tier, and those that are under way."""
+
+    files: Count
+    num_bytes: Count
+    writing: Count
+    reading: Count
 
 
 class TierLedger(Message, frozen=True):
-    """Slots of a node's host tier."""
+    """Slots of a node's host tier, and its files."""
 
     pages: SlotLedger
     tail_pages: SlotLedger | None = None  # None: the model has none
+    disk: DiskLedger | None = None  # None: the node writes no files

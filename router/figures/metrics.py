@@ -103,7 +103,7 @@ class NodeFigures(Collector):
                 counter.add_metric([node.node_id, node.role, node.hello.model.name], getattr(node.stats, name))
             yield counter
         for name, field in _OF_HOST.items():
-            counter = CounterMetricFamily(f"baton_node_{name}", f"{name} of the host tier.", labels=labels)
+            counter = CounterMetricFamily(f"baton_node_{name}", f"{name} of the host and disk tiers.", labels=labels)
             for node in nodes:
                 value = 0 if node.stats.host is None else getattr(node.stats.host, field)
                 counter.add_metric([node.node_id, node.role, node.hello.model.name], value)
@@ -221,6 +221,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
         lambda node: 0 if node.stats.host is None else node.stats.host.num_used,
     ),
     (
+        "cache_file_bytes",
+        "Bytes of the files of cached pages.",
+        lambda node: 0 if node.stats.host is None else node.stats.host.file_bytes,
+    ),
+    (
         "draining",
         "1: it takes nothing new, as it drains or leaves.",
         lambda node: node.is_draining,
@@ -230,6 +235,10 @@ _OF_HOST = {  # counters of the host tier, and the fields that have them
     "pages_stored": "num_stored",
     "pages_restored": "num_restored",
     "restore_seconds": "restore_seconds",
+    "files_written": "files_written",
+    "files_read": "files_read",
+    "files_damaged": "files_damaged",
+    "disk_failures": "disk_failures",
 }
 _COUNTERS = (
     "steps",

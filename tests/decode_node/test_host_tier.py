@@ -13,6 +13,7 @@ from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params
 from thinned import thinned
 
 from baton.engine.state.pages import Owner
+from baton.engine.state.prefix_cache import PrefixCache
 from baton.metadata.wire.membership import Flush
 
 PAGE_SIZE = 4
@@ -22,8 +23,17 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
+    """Start pairs whose tiers are always sooner than computing, whatever this machine measures."""
     with node_pairs() as start:
-        yield start
+
+        def make(model: Path, **options: Any) -> NodePair:
+            pair = start(model, **options)
+            for node in (pair.prefill, pair.decode):
+                if node.cache.tier is not None:
+                    node.cache.tier.compute_token_s = lambda: 1.0
+            return pair
+
+        yield make
 
 
 def run_all(pair: NodePair, prompts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -128,7 +138,7 @@ def test_evictions_at_every_moment_change_no_token(
 def test_ranks_store_and_restore_their_parts_of_the_same_pages(
     role: str, ranks: dict[str, int], checkpoint: Callable[..., Path], make_pair: MakePair
 ) -> None:
-    model, prompts = checkpoint("llama"), conversations(3, 3)
+    model, prompts = checkpoint("llama"), conversations(4, 4)
     expected = play(make_pair(model, prefill=SETTINGS, decode=SETTINGS | {"num_pages": 400}), prompts)
     tight = SETTINGS | TIER | {"num_pages": 48}
     pair = make_pair(model, **{"prefill": tight, "decode": tight, role: tight | ranks})
@@ -190,3 +200,42 @@ def test_a_flush_leaves_nothing_in_any_tier_and_salts_share_nothing(
         report = pair.inspect(name)
         assert report.pool.cache == 0 and report.host_tier is not None and report.host_tier.pages.cache == 0
     assert num_cached("flushed", "a") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "is_local"),
+    thinned([("llama", False), ("qwen3_next", True), ("llama", True)], lambda i, *_: i < 2),
+)
+def test_conversations_go_on_after_a_restart_by_files(
+    name: str, is_local: bool, checkpoint: Callable[..., Path], tmp_path: Path, make_pair: MakePair
+) -> None:
+    model, prompts = checkpoint(name), conversations(4, 2)[4:]
+    longer = [[*prompt, 7, 8, 9, 10, 11] for prompt in prompts]
+    plain = SETTINGS | {"num_pages": 60}
+    tiered = plain | {"host_cache_gb": 0.05, "disk_cache": str(tmp_path / "files")}
+
+    def run(settings: dict[str, Any], cases: list[list[int]]) -> tuple[list[list[int]], int]:
+        """Return the texts, and how many tokens the node that computes prompts has computed."""
+        role = "decode" if is_local else "prefill"
+        pair = make_pair(model, **{"prefill": plain, "decode": plain, role: settings})
+        member = pair.decode if is_local else pair.prefill
+        settle(member.cache)
+        texts = run_all(pair, cases, is_local=is_local)
+        num_computed = member.stats().computed_tokens
+        member.cache.evict(60)
+        settle(member.cache)
+        member.cache.close()
+        return texts, num_computed
+
+    expected, num_whole = run(plain, longer)
+    run(tiered, prompts)
+    texts, num_computed = run(tiered, longer)
+    assert texts == expected
+    assert num_computed < num_whole / 2
+
+
+def settle(cache: PrefixCache) -> None:
+    """Let the disk tier, if there is one, do all that it was asked for."""
+    disk = None if cache.tier is None else cache.tier.disk
+    while disk is not None and not (disk.thread.is_idle and not disk.thread._events and not disk._found):
+        cache.tend()
