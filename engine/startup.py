@@ -197,6 +197,7 @@ def make_membership(
             max_running=config.max_running,
             num_ranks=engine.num_ranks // engine.num_nodes,
             num_tails=engine.pool.num_usable_tails,
+            tier_pages=0 if engine.cache.tier is None else engine.cache.tier.most_pages,
         ),
         data_address=data_address,
         rounds_coarsely=engine.rounds_coarsely,

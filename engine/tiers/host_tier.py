@@ -246,6 +246,14 @@ class HostTier:
             slots.enter_pool(node)
 
     @property
+    def most_pages(self) -> int:
+        """The most pages and tail pages that slots and files hold."""
+        num_slots = self.kept.num_slots + self.tails.num_slots
+        if self.disk is None:
+            return num_slots
+        return num_slots + self.disk.num_bytes // min(self.slot_bytes.values(), default=1)
+
+    @property
     def slot_bytes(self) -> dict[Kind, int]:
         """Bytes of a slot of each kind that has slots."""
         firsts: dict[Kind, int] = {"page": 0, "tail": self.kept.num_slots}

@@ -140,6 +140,12 @@ class Capacity(Message, frozen=True):
     # more than 1 on nodes of protocol 6 alone: ranks that divide these pages and sequences; a request uses one
     num_pools: Annotated[Index, Since(6)] = 1
     num_tails: Annotated[Count, Since(8)] = 0  # tail pages that requests may use; 0: the model has none
+    tier_pages: Annotated[Count, Since(8)] = 0  # that its host and disk tiers hold at most, tail pages included
+
+    @property
+    def cached_pages(self) -> int:
+        """The most pages and tail pages that its prefix cache can have."""
+        return self.num_pages + self.num_tails + self.tier_pages
 
     @property
     def request_pages(self) -> int:
