@@ -30,17 +30,17 @@ _BUFFER_BYTES = 64 << 20  # of pages that lie twice on the device
 class _Part(NamedTuple):
     """The bytes of a slot that are of one pool."""
 
-    pool: torch.Tensor  # [num_layers, num_pages, page_layer_bytes] uint8
+    pool: torch.Tensor  # [num_layers, num_pages, page_layer_words] int32
     first: int  # number of its first page
-    bytes: slice
+    words: slice
 
 
 class _Kind(NamedTuple):
     """Slots of kept pages, or of tail pages."""
 
     parts: list[_Part]
-    slots: torch.Tensor  # [num_slots, slot_bytes] uint8, on the host
-    buffer: torch.Tensor  # [most pages of a batch, slot_bytes] uint8, on the device
+    slots: torch.Tensor  # [num_slots, slot_words] int32, on the host
+    buffer: torch.Tensor  # [most pages of a batch, slot_words] int32, on the device
 
 
 class _LoadUnderWay(NamedTuple):
@@ -82,7 +82,7 @@ class CudaCopies:
                 for kind, rows, own in self._batches(slots, pages):
                     for part in kind.parts:
                         copied = part.pool.index_select(1, self._on_device(own, part.first))
-                        kind.buffer[: len(own), part.bytes] = copied.transpose(0, 1).flatten(1)
+                        kind.buffer[: len(own), part.words] = copied.transpose(0, 1).flatten(1)
                     for place, row in enumerate(rows):
                         kind.slots[row].copy_(kind.buffer[place], non_blocking=True)
                 if is_ahead:
@@ -107,7 +107,7 @@ class CudaCopies:
                     for place, row in enumerate(rows):
                         kind.buffer[place].copy_(kind.slots[row], non_blocking=True)
                     for part in kind.parts:
-                        copied = kind.buffer[: len(own), part.bytes].unflatten(1, (part.pool.shape[0], -1))
+                        copied = kind.buffer[: len(own), part.words].unflatten(1, (part.pool.shape[0], -1))
                         part.pool.index_copy_(1, self._on_device(own, part.first), copied.transpose(0, 1))
                 load.done.record(self._stream)
             current.wait_stream(self._stream)
@@ -115,7 +115,7 @@ class CudaCopies:
 
     def row(self, slot: int) -> np.ndarray:
         kind, first = (self._kept, 0) if slot < self.num_slots else (self._tails, self.num_slots)
-        return kind.slots[slot - first].numpy()
+        return kind.slots[slot - first].numpy().view(np.uint8)
 
     def fence(self) -> Callable[[], object]:
         done = torch.cuda.Event()
@@ -135,11 +135,14 @@ class CudaCopies:
         offset = 0
         for kv, memory in pools:
             assert kv.shape == memory.pages.shape and kv.dtype == torch.uint8, (kv.shape, memory.pages.shape)
-            parts.append(_Part(kv, memory.first, slice(offset, offset + memory.page_bytes)))
-            offset += memory.page_bytes
-        slots = torch.from_numpy(tier_memory(num_slots * size, is_pinned=True)).view(num_slots, size)
+            assert memory.layout.page_layer_bytes % 4 == 0, (memory.layout, "blocks on a GPU are words of 4 bytes")
+            end = offset + memory.page_bytes // 4
+            parts.append(_Part(kv.view(torch.int32), memory.first, slice(offset, end)))
+            offset = end
+        slots = torch.from_numpy(tier_memory(num_slots * size, is_pinned=True)).view(torch.int32)
         most = min(num_slots, max(1, _BUFFER_BYTES // max(1, size)))
-        return _Kind(parts, slots, torch.empty((most, size), dtype=torch.uint8, device=self._device))
+        buffer = torch.empty((most, offset), dtype=torch.int32, device=self._device)
+        return _Kind(parts, slots.view(num_slots, offset), buffer)
 
     def _batches(
         self, slots: Sequence[int], pages: Sequence[int]

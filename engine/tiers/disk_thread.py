@@ -45,6 +45,7 @@ class FileRead(NamedTuple):
     name: bytes
     header: PageHeader
     row: np.ndarray
+    wait: Callable[[], object]  # until copies use the slot no more
 
 
 class Wrote(NamedTuple):
@@ -162,6 +163,7 @@ class DiskThread:
                     self._try(lambda name=name, kind=kind: self._files.remove(name, kind))
 
     def _read(self, read: FileRead) -> None:
+        read.wait()
         begun = time.monotonic()
         is_whole = self._try(lambda: self._files.read(read.name, read.header, read.row))
         self.num_damaged += is_whole is False

@@ -136,11 +136,13 @@ class DiskTier:
             reading.fetches.append(fetch)
         return reading is not None
 
-    def read(self, node: CachedNode, kind: Kind, slot: int, row: np.ndarray, fetch: Fetch) -> None:
-        """Read a file into a slot, which lies in `row`."""
+    def read(
+        self, node: CachedNode, kind: Kind, slot: int, row: np.ndarray, wait: Callable[[], object], fetch: Fetch
+    ) -> None:
+        """Read a file into a slot, which lies in `row` and can be written after `wait`."""
         name = self._name(node)
         self._reading[name, kind] = _Reading(slot, [fetch])
-        self.thread.read(FileRead(name, self._header(node, kind), row))
+        self.thread.read(FileRead(name, self._header(node, kind), row, wait))
 
     def is_over(self, fetch: Fetch) -> bool:
         """Return whether a prompt waits for no more files: they are there, or they take too long."""

@@ -82,7 +82,7 @@ class PageCopies(Protocol):
         ...
 
     def fence(self) -> Callable[[], object]:
-        """Return a function, for any thread, that waits until the stores so far are done."""
+        """Return a function, for any thread, that waits until the copies so far are done."""
         ...
 
     def take_loads(self) -> list[TimedLoad]:
@@ -284,27 +284,29 @@ class HostTier:
         pages: Sequence[int | None],
         drop: Callable[[CachedNode], object],
     ) -> None:
-        first = max(0, len(nodes) - slots.num_slots)
-        known = [slots.of(node) for node in nodes[first:]]
-        for node in nodes[first:]:
+        known = [slots.of(node) for node in nodes]
+        for node in nodes:
             slots.hold(node)  # until all have one
-        if any(slot is not None for slot in known):
+        num_known = len(known) - known.count(None)
+        if num_known:
             self.copies.await_ahead()
-        own = [slots.take(drop) if slot is None else slot for slot in known]
+        new = [place for place, slot in enumerate(known) if slot is None]
+        left_out = set(new[: max(0, len(new) - (slots.num_slots - num_known))])
+        own = [slots.take(drop) if slot is None and place not in left_out else slot for place, slot in enumerate(known)]
         moves = [
             (page, slot)
-            for page, slot, before in zip(pages[first:], own, known, strict=True)
+            for page, slot, before in zip(pages, own, known, strict=True)
             if page is not None and slot is not None and before is None
         ]
         if moves:
             self.copies.store([page for page, _ in moves], [slot for _, slot in moves])
             self.num_stored += len(moves)
-        for node, slot in zip(nodes[first:], own, strict=True):
+        for node, slot in zip(nodes, own, strict=True):
             if slot is not None:
                 slots.leave_pool(node, slot)
         if self.disk is not None:
             wait, kind = self.copies.fence(), self._kind(slots)
-            for node, slot in zip(nodes[first:], own, strict=True):
+            for node, slot in zip(nodes, own, strict=True):
                 if slot is not None:
                     self.disk.write(node, kind, self.copies.row(slot), slots.watch(slot), wait)
 
@@ -322,7 +324,7 @@ class HostTier:
         if not (node.is_filed if kind == "page" else node.tail_is_filed):  # it went with what was dropped for it
             slots.end_read(slot, None)
             return False
-        self.disk.read(node, kind, slot, self.copies.row(slot), fetch)
+        self.disk.read(node, kind, slot, self.copies.row(slot), self.copies.fence(), fetch)
         return True
 
     def _kind(self, slots: HostSlots) -> Kind:

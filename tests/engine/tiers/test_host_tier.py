@@ -49,6 +49,18 @@ def test_a_second_pass_over_three_times_the_pool_computes_only_last_pages() -> N
     assert computed == [60, 6]
 
 
+def test_more_pages_than_slots_are_evicted_with_some_that_have_slots() -> None:
+    node = Node(25, 4)
+    first, second = list(range(4 * PAGE + 1)), list(range(100, 100 + 12 * PAGE))
+    node.run(first)
+    node.cache.evict(25)
+    assert node.run([*first, 1]) == 4
+    node.run(second)
+    node.cache.evict(25)
+    node.check_books()
+    assert node.tier.kept.num_used == 4
+
+
 def test_nothing_is_restored_for_a_request_that_has_no_room() -> None:
     node = Node(11, 60)
     text = list(range(8 * PAGE))

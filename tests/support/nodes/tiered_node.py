@@ -116,6 +116,8 @@ class Node:
             used = [getattr(node, name) for node in nodes if getattr(node, name) is not None]
             assert len(used) == len(set(used)) == slots.num_used - slots.ledger().reading == len(slots.nodes)
             assert set(slots.nodes) <= set(nodes)
+            assert all((node.page if name == "slot" else node.tail) is not None for node in slots._doubled)
+            assert all((node.page if name == "slot" else node.tail) is None for node in slots._alone)
         alone = list(tier.kept._alone)
         is_ordered = all(node.parent not in alone[:place] for place, node in enumerate(alone))
         assert is_ordered or tier.disk is not None, "a parent before its child"
