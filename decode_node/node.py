@@ -130,6 +130,8 @@ class DecodeNode:
         )
         self._clock, self._budget = self.pacing.clock, self.pacing.budget
         self.scheduler = self._make_scheduler(chunk)
+        if cache.tier is not None:
+            cache.tier.compute_token_s = lambda: self.load().prompt_token_s
         if executor.group_steps is not None:
             executor.group_steps.watch_streams(lambda: self.scheduler.streams)
         self._under_way: SubmittedRound | None = None
@@ -183,6 +185,7 @@ class DecodeNode:
         else:
             self.pacing.alone.take()
         self._announce()
+        self.cache.tend()
         for sequence in plan.failed:
             words = "the pool cannot hold this request alone"
             self._fail(sequence.router, sequence.unit, "out_of_pages", words, is_retryable=False)
@@ -231,6 +234,7 @@ class DecodeNode:
             checksum_failures=self.handoff.num_checksum_failures,
             dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
             cache_changes=self.cache.num_changes,
+            host=None if self.cache.tier is None else self.cache.tier.figures,
             transfer_seconds=counts.transfer_seconds,
             num_rounds=rounds.num_verified,
             num_drafted=rounds.num_drafted,

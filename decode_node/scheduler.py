@@ -137,6 +137,8 @@ class DecodeScheduler:
             return False
         if not self.pages.take(sequence, is_pulled=not sequence.is_local):
             return False
+        if sequence.is_local:
+            self.pages.fetch(sequence)
         self.reserved[sequence.unit] = sequence
         self._by_rid.setdefault(sequence.unit.rid, []).append(sequence)
         return True
@@ -213,7 +215,7 @@ class DecodeScheduler:
                 continue
             num_to_compute = len(sequence.token_ids) - sequence.num_computed
             if num_to_compute > 1 and sequence.is_local:
-                if self._waits_for_choice(sequence):
+                if self._waits_for_choice(sequence) or self.pages.awaits_files(sequence):
                     continue
                 num_to_compute -= self.pages.exchange(sequence)
             if num_to_compute == 1:

@@ -12,6 +12,7 @@ import msgspec
 from ..engine.sampling.state import SamplingState, ended
 from ..engine.state.prefix_cache import Lease
 from ..engine.state.tail_pages import TailPages
+from ..engine.tiers.disk_tier import Fetch
 from ..engine.work import MAX_MISSED, Accepted
 from ..metadata.wire.messages import Compute, Dispatch
 from ..metadata.wire.request import (
@@ -30,12 +31,14 @@ class SequenceClock:
 
     __slots__ = (
         "_clock",
+        "_num_restored",
         "_paused_at",
         "_ran_s",
         "_resumed_at",
         "_since",
         "_steps",
         "_tokens",
+        "is_paused",
         "num_steps",
         "preemptions",
     )
@@ -44,6 +47,8 @@ class SequenceClock:
         self.num_steps = 0
         self.preemptions: list[Preemption] = []  # at most MAX_PREEMPTIONS: neighbours are joined
         self._clock = clock
+        self.is_paused = False  # the sequence has lost its pages, and has had no round since
+        self._num_restored = 0  # tokens since
         self._since = self._ran_s = self._paused_at = 0.0
         self._steps = self._tokens = 0  # counts at the start of the run; after a preemption, what the run added to them
         self._resumed_at: float | None = None  # the sequence has pages again, but no round since
@@ -63,8 +68,13 @@ class SequenceClock:
         now = self._clock()
         if self._resumed_at is not None:  # preempted again before a round
             self._end_preemption(now, num_generated)
+        self.is_paused = True
         self._paused_at, self._ran_s = now, now - self._since
         self._steps, self._tokens = self.num_steps - self._steps, num_generated - self._tokens
+
+    def restore(self, num_tokens: int) -> None:
+        """The KV of so many tokens has come back from the host tier, while the sequence is paused."""
+        self._num_restored += num_tokens
 
     def resume(self) -> None:
         """The sequence has pages again. Its KV is recomputed before its next round, which begins a run."""
@@ -73,9 +83,9 @@ class SequenceClock:
     def _end_preemption(self, now: float, num_generated: int) -> None:
         assert self._resumed_at is not None
         waited_s, recompute_s = self._resumed_at - self._paused_at, now - self._resumed_at
-        preemption = Preemption(1, self._steps, self._tokens, self._ran_s, waited_s, recompute_s)
+        preemption = Preemption(1, self._steps, self._tokens, self._ran_s, waited_s, recompute_s, self._num_restored)
         add_bounded(self.preemptions, preemption, MAX_PREEMPTIONS)
-        self._resumed_at = None
+        self._resumed_at, self._num_restored, self.is_paused = None, 0, False
         self._begin_run(now, num_generated)
 
     def _begin_run(self, now: float, num_generated: int) -> None:
@@ -130,6 +140,8 @@ class Sequence:
     first_kept: int = 0  # index of the first page that it still holds; no layer sees those before
     num_computed: int = 0  # tokens with KV in `pages`
     num_cached: int = 0  # prompt tokens whose KV was found in a prefix cache, as reported to the client
+    fetch: Fetch | None = None  # files of its prefix that are read; None: it waits for none
+    num_restored: int = 0  # prompt tokens whose KV came from the host tier of this node
     num_sent: int = 0  # generated tokens that the router has been sent
     owes_num_cached: bool = False  # the router must be told `num_cached`, since no prefill node tells it
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into the generated tokens
@@ -170,6 +182,13 @@ class Sequence:
     def take_pages(self, lease: Lease, own: Seq[int], tail: TailPages | None = None) -> None:
         """Hold the pages of `lease`, whose KV is computed, and after them `own`. `tail`: tail pages beside them."""
         self.lease, self.pages, self.tail = lease, [*lease.pages, *own], tail
+
+    def restore(self, num_tokens: int) -> None:
+        """The prefix cache has got the KV of so many tokens back from the host tier."""
+        if self.clock.is_paused:
+            self.clock.restore(num_tokens)
+        else:
+            self.num_restored += num_tokens
 
     def add_pages(self, own: Seq[int]) -> None:
         self.pages += own
@@ -275,6 +294,7 @@ class Sequence:
             num_steps=self.clock.num_steps,
             preemptions=tuple(self.clock.preemptions),
             accept_counts=tuple(self.accept_counts),
+            num_restored=self.num_restored,
         )
 
     def _skip_cached_pages(self, page_size: int) -> int:

@@ -50,9 +50,11 @@ class SequencePages:
         otherwise it is computed here."""
         num_tokens = len(sequence.token_ids)
         num_tails = 0 if is_pulled else self._num_tails
-        lease = self._cache.acquire(sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails)
         end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
         num_pages = pages_of(end, self._page_size)
+        prefix = sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails
+        sequence.restore(self._cache.restore(*prefix, num_pages=num_pages + headroom) * self._page_size)
+        lease = self._cache.acquire(*prefix)
         tail = self._begin_tail(num_tokens, lease, is_pulled=is_pulled)
         try:
             num_own, num_tails = num_pages - len(lease.pages), 0
@@ -68,6 +70,18 @@ class SequencePages:
             tail.extend(len(tail.pages) + num_tails, self._cache.allocate_tails(num_tails, Owner.REQUEST))
         sequence.take_pages(lease, own, tail)
         return True
+
+    def fetch(self, sequence: Sequence) -> None:
+        """Begin to read files of a local prompt, if that is sooner than to compute its tokens."""
+        limit = self._most_cached(sequence)
+        sequence.fetch = self._cache.fetch(sequence.token_ids, sequence.salt, limit, self._num_tails)
+
+    def awaits_files(self, sequence: Sequence) -> bool:
+        """Return whether files of a local prompt, of which nothing is computed here yet, are being read. Otherwise the
+        prompt waits for none from now on."""
+        if sequence.fetch is not None and not self._cache.is_awaited(sequence.fetch):
+            sequence.fetch = None
+        return sequence.fetch is not None
 
     def may_grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Return whether the pages are there that the sequence lacks for so many tokens."""
@@ -128,14 +142,14 @@ class SequencePages:
 
     def exchange(self, sequence: Sequence) -> int:
         """Exchange pages of a local prompt of which nothing is computed yet for those that were computed since, by
-        another choice or request. Return how many tokens are in them."""
+        another choice or request, or read from files. Return how many tokens are in them."""
         assert sequence.lease is not None, sequence.unit
         num_before = sequence.num_computed
         num_leased = len(sequence.lease.pages)
         if num_before != num_leased * self._page_size:
             return 0
-        limit = self._most_cached(sequence)
-        if self._cache.match(sequence.token_ids, sequence.salt, limit, self._num_tails) <= num_leased:
+        prefix = sequence.token_ids, sequence.salt, self._most_cached(sequence), self._num_tails
+        if self._cache.match(*prefix) <= num_leased and not self._cache.may_restore(*prefix):
             return 0
         self._free(sequence, len(sequence.pages))
         sequence.give_up_pages()

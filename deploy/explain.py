@@ -110,7 +110,8 @@ def _figures(span: Span) -> str:
         case "paused" | "reserve":
             return span.reason
         case "prefill":
-            cached = f", {span.num_cached:,} more were cached" if span.num_cached else ""
+            restored = f" ({span.num_restored:,} of them in host memory)" if span.num_restored else ""
+            cached = f", {span.num_cached:,} more were cached{restored}" if span.num_cached else ""
             offered = f"; {count(prefill.num_offers, 'offer')}" if prefill.num_offers else ""
             early = f", {count(prefill.early_pages, 'page')} before the last chunk" if prefill.early_pages else ""
             reason = f"; {span.reason}" if span.reason else ""
@@ -129,7 +130,10 @@ def _figures(span: Span) -> str:
         case "decode":
             steps = f" in {span.num_steps:,} rounds" if span.num_steps else ""
             drafts = f", {span.num_accepted:,} of {span.num_drafted:,} drafts accepted" if span.num_drafted else ""
-            return f"{span.num_tokens:,} tokens{steps}{drafts}"
+            restored = f"; {span.num_restored:,} prompt tokens came from host memory" if span.num_restored else ""
+            return f"{span.num_tokens:,} tokens{steps}{drafts}{restored}"
+        case "recompute" if span.num_restored:
+            return f"{span.num_restored:,} tokens came from host memory"
         case "preempted":
             again = f", {span.num_preemptions} times" if span.num_preemptions > 1 else ""
             return f"its pages went to older requests{again}"

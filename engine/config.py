@@ -91,6 +91,22 @@ class EngineConfig(NodeConfig):
     prefix_cache: bool = setting(
         True, "keep the KV pages of finished requests, so that prompts with the same beginning start sooner"
     )
+    host_cache_gb: float | None = setting(
+        None,
+        "keep pages that leave the prefix cache in so many gigabytes (10^9 bytes) of host memory, of all ranks "
+        "together; a prompt gets them back if that is sooner than to compute them (default: none)",
+        metavar="GB",
+    )
+    disk_cache: str | None = setting(
+        None,
+        "write the pages of the host tier to files in this directory of yours, and read them after a restart, too; "
+        "they hold prompts; needs --host-cache-gb",
+        metavar="DIR",
+    )
+    disk_cache_gb: float = setting(
+        64.0, "of these files, keep so many gigabytes (10^9 bytes) for each rank with pages of its own", metavar="GB"
+    )
+    disk_cache_ttl: float = setting(86400.0, "remove files that were not used for so many seconds", metavar="SECONDS")
     tune: bool = setting(
         True,
         "on cuda, measure at the first start which kernels multiply the model's matrices fastest, and keep the result "
@@ -153,6 +169,17 @@ class EngineConfig(NodeConfig):
                 f"tp is {self.tp} and dp_attention is {self.dp_attention}: ranks have either some heads of all "
                 "sequences or all heads of some sequences; leave one of the two at 1"
             )
+        if self.disk_cache is not None and self.host_cache_gb is None:
+            raise ConfigError(
+                f"--disk-cache {self.disk_cache} needs --host-cache-gb: pages go to files by way of host memory"
+            )
+        if self.disk_cache is not None and self.tp > 1:
+            raise ConfigError(
+                f"--disk-cache {self.disk_cache} does not work with tp {self.tp} yet: leave one of the two out"
+            )
+        for name in ("host_cache_gb", "disk_cache_gb", "disk_cache_ttl"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
             raise ConfigError(f"memory_share is {self.memory_share}; it must be above 0, and at most 1")
 

@@ -75,6 +75,10 @@ from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
 from .state.tail_pages import tails_beside
+from .tiers.cuda_copies import CudaCopies
+from .tiers.host_copies import HostCopies
+from .tiers.host_tier import HostTier
+from .tiers.pinned_memory import grant
 from .work import MAX_MISSED, BatchRow
 
 logger = logging.getLogger(__name__)
@@ -249,6 +253,24 @@ class Engine:
         self.target_pools, self.draft_pools = self._by_owner(map(_values, self._pools, layouts))
         self.pool = PagePool(num_pages, page_size, self.memory[0].generations, num_tails=num_tails)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
+
+    def open_tier(self, num_bytes: int) -> None:
+        """Give the prefix cache a host tier of `num_bytes` bytes, with tail pages in the proportion of the pools. Call
+        it when the pools have their size."""
+        got = grant(num_bytes, is_pinned=self.kind.is_apart)
+        fitting = got.num_bytes * self.pool.num_pages // self.bytes_of(self.pool.num_pages)
+        num_slots = self._ranks.least(fitting)
+        num_tails = num_slots * self.pool.num_tails // self.pool.num_pages
+        if self.kind.is_apart:
+            copies = CudaCopies(self._pools, self.memory, num_slots, num_tails)
+        else:
+            copies = HostCopies(self.memory, num_slots, num_tails)
+        self.cache.tier = HostTier(copies)
+        words = f"host tier: {size_in_words(num_bytes)} asked for, {num_slots} pages and {num_tails} tail pages"
+        if got.reason:
+            logger.warning("%s: %s", words, got.reason)
+        else:
+            logger.info("%s", words)
 
     def _by_owner(self, tensors: Iterable[torch.Tensor]) -> tuple[ModelPools, ModelPools | None]:
         """Return the pools of target and draft, given all in the order of the schema."""

@@ -36,6 +36,7 @@ from .ranks.processes import RankProcesses
 from .ranks.ranks import ONE_RANK, Ranks
 from .ranks.steps import GroupSteps
 from .state.memory_share import fit_pools, memory_to_start, rehearsal_pages
+from .tiers.opening import open_disk_tier
 from .tuning.tuning import share_choices, tune, use_file
 
 _GROUP_PROTOCOL = fields_since(Hello)["place"]  # a router of an older one would not know that ranks live together
@@ -72,6 +73,10 @@ def load_engine(
         if fits:
             fit_pools(engine, config, rehearse)
         engine.warm_up(config.chunk(engine.device.type))
+        if config.host_cache_gb is not None:
+            engine.open_tier(int(config.host_cache_gb * 1e9) // config.num_ranks)
+            if config.disk_cache is not None:
+                open_disk_tier(engine, config.disk_cache, int(config.disk_cache_gb * 1e9), config.disk_cache_ttl)
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",
         engine.card.name,
@@ -146,6 +151,7 @@ def serve(
     finally:
         membership.close()
         node.handoff.close()
+        engine.cache.close()
         if events is not None:
             events.close()
     return 0
@@ -191,6 +197,7 @@ def make_membership(
             max_running=config.max_running,
             num_ranks=engine.num_ranks // engine.num_nodes,
             num_tails=engine.pool.num_usable_tails,
+            tier_pages=0 if engine.cache.tier is None else engine.cache.tier.most_pages,
         ),
         data_address=data_address,
         rounds_coarsely=engine.rounds_coarsely,

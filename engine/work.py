@@ -18,6 +18,8 @@ chooses. Host decisions, such as the length of drafts, are made before the work 
     Forget      frees what is kept of a prompt                              -
     WarmUp      compiles and captures what other work needs                 -
     CopyPages   copies pages within every pool                              -
+    StorePages  copies pages from every pool to the host tier               -
+    LoadPages   copies pages from there into every pool                     -
 """
 
 from __future__ import annotations
@@ -228,6 +230,24 @@ class CopyPages:
 
     sources: Sequence[int]
     targets: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePages:
+    """A call of `PageCopies.store` (engine/tiers/host_tier.py)."""
+
+    pages: Sequence[int]
+    slots: Sequence[int]
+    is_ahead: bool
+    awaits_ahead: bool  # after a call of `await_ahead`; there may be no pages then
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPages:
+    """A call of `PageCopies.load`."""
+
+    slots: Sequence[int]
+    pages: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

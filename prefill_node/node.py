@@ -101,6 +101,8 @@ class PrefillNode:
         self._rate = ChunkSeconds()
         if prompts.longest_chunk is not None:  # a canary alone would tell the seconds per token of a short chunk
             self._rate.observe(*prompts.longest_chunk)
+        if self.cache.tier is not None:
+            self.cache.tier.compute_token_s = lambda: self._rate.token_s
         self._keys = itertools.count()
         self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
         self._under_way: ChunkUnderWay | None = None
@@ -114,10 +116,16 @@ class PrefillNode:
         for request in self.scheduler.start():
             self._begin(request)
         plan = self.scheduler.plan()
+        self.cache.tend()
         if plan or self._under_way is not None:
             self.membership.enter("prefill", STEP_LIMIT_S)
             self._compute(plan)
-        return bool(self.scheduler.computing) or self._under_way is not None
+        if self.scheduler.computing or self._under_way is not None:
+            return True
+        if self.scheduler.is_fetching:
+            time.sleep(_PAUSE_S)
+            return True
+        return False
 
     @property
     def is_idle(self) -> bool:
@@ -149,6 +157,7 @@ class PrefillNode:
             generated_tokens=counts.generated_tokens,
             dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
             cache_changes=self.cache.num_changes,
+            host=None if self.cache.tier is None else self.cache.tier.figures,
         )
 
     def units(self) -> tuple[Unit, ...]:
@@ -259,7 +268,7 @@ class PrefillNode:
     def _begin(self, request: Request) -> None:
         self._counts.prompt_tokens += len(request.token_ids)
         self._counts.cached_tokens += request.num_cached
-        if self._under_way is None:  # otherwise the chunk under way may still compute these cached pages
+        if self._under_way is None and self.cache.is_settled:  # otherwise cached pages may not be complete yet
             self._tickets.offer_computed(request)
 
     def _compute(self, plan: StepPlan) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..engine.sampling.state import SamplingState
 from ..engine.state.prefix_cache import Lease
 from ..engine.state.tail_pages import TailPages
+from ..engine.tiers.disk_tier import Fetch
 from ..metadata.wire.messages import Prefill
 from ..metadata.wire.node_info import Peer
 from ..metadata.wire.request import (
@@ -56,6 +57,8 @@ class Request:
     copies: list[int] = field(default_factory=list)  # of the unshared pages, for all choices but the first
     tail_copies: list[int] = field(default_factory=list)  # likewise of their tail pages, if the drafter has KV there
     num_cached: int = 0
+    fetch: Fetch | None = None  # files of its prefix that are read; None: it waits for none
+    num_restored: int = 0  # tokens of these that came from the host tier
     num_submitted: int = 0  # tokens with KV in `pages` for whatever is submitted to the device from now on
     num_computed: int = 0  # the part of these that the host knows to be computed
     num_offered: int = 0  # pages
@@ -86,7 +89,9 @@ class Request:
     @property
     def times(self) -> PrefillTimes:
         """The times that the router gets for the request's timeline."""
-        return PrefillTimes(self.sample_s, self.num_offers, self.num_early_pages, tuple(self._chunks))
+        return PrefillTimes(
+            self.sample_s, self.num_offers, self.num_early_pages, tuple(self._chunks), self.num_restored
+        )
 
     def block_table(self, index: int) -> list[int]:
         """Return the pages of the index-th choice."""
@@ -133,6 +138,10 @@ class Request:
     def keep_tail(self, own: list[int]) -> None:
         """Keep only the tail pages `own`. The caller has given the others to the prefix cache, or freed them."""
         self.kept_tails = own
+
+    def restore(self, num_tokens: int) -> None:
+        """Record that the prefix cache has got the KV of so many tokens back from the host tier."""
+        self.num_restored += num_tokens
 
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""

@@ -74,15 +74,25 @@ class PrefillScheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
+        request.fetch = self.cache.fetch(*self._prefix(request))
         self.waiting.append(request)
 
     def start(self) -> list[Request]:
-        """Give pages to waiting requests, in order, while they fit. Return the requests that start now."""
+        """Give pages to waiting requests, in order, while they fit. Requests whose pages are read from files are passed
+        by. Return the requests that start now."""
         started: list[Request] = []
-        while self.waiting and len(self.computing) < self.max_running and self._take_pages(self.waiting[0]):
-            started.append(self.waiting.popleft())
-            self.computing.append(started[-1])
+        for request in [each for each in self.waiting if not self.cache.is_awaited(each.fetch)]:
+            if len(self.computing) >= self.max_running or not self._take_pages(request):
+                break
+            self.waiting.remove(request)
+            self.computing.append(request)
+            started.append(request)
         return started
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a waiting request awaits pages from files."""
+        return any(self.cache.is_awaited(request.fetch) for request in self.waiting)
 
     def plan(self) -> StepPlan:
         """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first. If they are tokens of
@@ -168,20 +178,20 @@ class PrefillScheduler:
 
     def _take_pages(self, request: Request) -> bool:
         """Give the request all its pages, cached ones first, or none (False)."""
-        num_tokens = len(request.token_ids)
-        lease = self.cache.acquire(
-            request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
-        )
+        num_tokens, num_all = len(request.token_ids), self.num_pages(request)
+        prefix = self._prefix(request)
+        request.restore(self.cache.restore(*prefix, num_pages=num_all) * self.page_size)
+        lease = self.cache.acquire(*prefix)
         owner = _owner(request)
         num_pages = pages_of(num_tokens, self.page_size)
         num_own = num_pages - len(lease.pages)
         num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
         num_tails = min(num_own, self._most_tails)
-        num_copies = self.num_pages(request) - num_pages if self._has_draft_tails else 0  # a tail page for each copy
+        num_copies = num_all - num_pages if self._has_draft_tails else 0  # a tail page for each copy
         try:
             if num_tails + num_copies > self.cache.available_tails:
                 raise OutOfPages(f"{num_tails + num_copies} tail pages were asked for")
-            own = self.cache.allocate(self.num_pages(request) - len(lease.pages), owner)
+            own = self.cache.allocate(num_all - len(lease.pages), owner)
         except OutOfPages:
             self.cache.release(lease)
             return False
@@ -205,6 +215,10 @@ class PrefillScheduler:
             tail.replace(passed.start, tails)
         tail.extend(end, ())
         return tail.pages
+
+    def _prefix(self, request: Request) -> tuple[list[int], str, int, int]:
+        """Return what the request looks for in the prefix cache, as the arguments of `PrefixCache.acquire`."""
+        return request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
 
     def _most_cached(self, request: Request) -> int:
         """Return how many pages may come from the prefix cache. A request that asks for log-probabilities of its prompt

@@ -31,7 +31,18 @@ MAY_IMPORT = {  # imports run downwards only
 ENGINE_READS = {
     *(
         f"baton.metadata.{name}"
-        for name in ("config", "errors", "estimate", "garbage", "logs", "parent", "service_manager", "version", "wire")
+        for name in (
+            "cache.names",
+            "config",
+            "errors",
+            "estimate",
+            "garbage",
+            "logs",
+            "parent",
+            "service_manager",
+            "version",
+            "wire",
+        )
     ),
     *(
         f"baton.metadata.handoff.{name}"

@@ -32,7 +32,7 @@ from ..prompts.prompts import Prompts
 from ..rounds.device_executor import executor_of
 from ..startup import load_engine, new_epoch, rank_id
 from ..state.mapped_blocks import MappedBlocks
-from ..work import Chunk, Forget, Round, WarmUp
+from ..work import Chunk, Forget, LoadPages, Round, StorePages, WarmUp
 from .board import Board
 from .cuda_group import CudaGroup
 from .devices import check_devices, orders, see
@@ -40,6 +40,7 @@ from .group import START_TIMEOUT_S, TIMEOUT_S, CpuGroup, Group
 from .handoff_line import RankHandoff
 from .handoffs import begin
 from .processes import ARRIVED, READY, RankProcesses
+from .rank_copies import RankCopies, copy
 from .ranks import Ranks, check_shares
 from .steps import NUM_VALUES, GroupSteps
 from .work_frames import HandoffOrder, Work, decode, encode
@@ -152,6 +153,8 @@ class RankedEngine:
             except RuntimeError as error:
                 raise self.processes.end(f"rank 0 could not start: {error}") from error
             self.processes.wait_ready()
+            if self.engine.cache.tier is not None and serve is None:
+                self.engine.cache.tier.copies = RankCopies(self.engine.cache.tier.copies, self.send)
             self._stack = starting.pop_all()
 
     def __enter__(self) -> RankedEngine:
@@ -245,6 +248,9 @@ def run_rank(
                 prompts.submit(work).draft()
             case Forget():
                 prompts.forget(work.key)
+            case StorePages() | LoadPages():
+                assert engine.cache.tier is not None, work
+                copy(engine.cache.tier.copies, work)
             case WarmUp() if num_slots:
                 executor.warm_up(expects_prompts=work.expects_prompts)
             case WarmUp():

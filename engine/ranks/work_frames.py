@@ -23,14 +23,16 @@ from ..work import (
     CatchUp,
     Chunk,
     Forget,
+    LoadPages,
     LoadSlot,
     Recompute,
     Round,
     RoundWork,
+    StorePages,
     WarmUp,
 )
 
-Work = RoundWork | Chunk | Forget | WarmUp
+Work = RoundWork | Chunk | Forget | WarmUp | StorePages | LoadPages
 HandoffStart = BeginPulling | BeginServing
 HandoffOrder = PullOrder | ServeOrder
 HandoffReport = PullReport | ServeReport
@@ -42,6 +44,8 @@ _TYPES: tuple[type, ...] = (
     Chunk,
     Forget,
     WarmUp,
+    StorePages,
+    LoadPages,
     *get_args(HandoffStart),
     *get_args(HandoffOrder),
     *get_args(HandoffReport),

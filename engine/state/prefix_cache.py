@@ -16,33 +16,29 @@ last such page. Requests give the cache all tail pages that they read no more. A
 then no work continues behind its node. The cache first evicts tail pages in the middle of a text behind which no
 request has continued.
 
-A page without references can be evicted. `_idle` lists these pages, the longest idle first. Releases run from the last
-page towards the root, so every page comes before its parent. Therefore the first entry is always a leaf, and an
-eviction takes O(1).
+A page without references can be evicted. Then its KV may go on in the host tier (engine/tiers/host_tier.py), and its
+node in the tree. `restore` brings such pages back into the pool, where `acquire` finds them. A node in the pool has a
+parent in the pool. `_idle` lists the pages that can be evicted, the longest idle first. Releases run from the last page
+towards the root, so every page comes before its parent. Therefore the first entry always has no child in the pool, and
+an eviction takes O(1).
 """
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...metadata.errors import OutOfPages
-from ...metadata.wire.node_info import PoolLedger
+from ...metadata.wire.node_info import PoolLedger, TierLedger
+from ..tiers.disk_tier import Fetch
+from ..tiers.host_tier import HostTier
+from ..tiers.page_files import Kind
+from .cached_node import CachedNode
 from .pages import Owner, PagePool
-
-
-@dataclass(slots=True, eq=False)
-class _Node:
-    page: int
-    key: bytes
-    parent: _Node | None
-    children: dict[bytes, _Node] = field(default_factory=dict)
-    num_references: int = 0
-    is_cached: bool = True  # False once its page is evicted
-    tail: int | None = None  # its tail page
-    num_tail_uses: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +47,8 @@ class Lease:
 
     salt: str
     pages: list[int]  # read-only to others; page i covers tokens i * page_size ..
-    node: _Node | None  # of the last page (the root if there is none); None after the release
-    tails: list[_Node] = field(default_factory=list[_Node])  # whose tail pages are pinned
+    node: CachedNode | None  # of the last page (the root if there is none); None after the release
+    tails: list[CachedNode] = field(default_factory=list[CachedNode])  # whose tail pages are pinned
 
     @property
     def tail_pages(self) -> list[int]:
@@ -66,36 +62,50 @@ class Lease:
         return covered + list(block_table[len(self.pages) :])
 
 
+class _Restorable(NamedTuple):
+    """Nodes of a prefix that the host tier makes longer."""
+
+    in_pool: list[CachedNode]
+    absent: list[CachedNode]  # behind them
+    ends: list[CachedNode]  # the last ones, whose tail pages are read
+    tails: list[CachedNode]  # those of them whose tail pages are not in the pool
+    num_new: int  # pages by which the prefix becomes longer
+
+
 class PrefixCache:
     """Owns the pages of `pool` that outlive their request. With `enabled=False` it finds and keeps no page."""
 
-    def __init__(self, pool: PagePool, lookahead: int = 0, enabled: bool = True) -> None:
+    def __init__(self, pool: PagePool, lookahead: int = 0, enabled: bool = True, tier: HostTier | None = None) -> None:
+        """`tier` gets the pages that are evicted; None: they are gone."""
         assert lookahead >= 0, lookahead
         self.pool = pool
         self.lookahead = lookahead
         self.enabled = enabled
-        self._root = _Node(page=0, key=b"", parent=None)
-        self._idle: OrderedDict[_Node, None] = OrderedDict()
-        self._idle_tails: OrderedDict[_Node, None] = OrderedDict()  # nodes whose tail page nobody uses, as `_idle`
-        self._passed_tails: OrderedDict[_Node, None] = OrderedDict()  # likewise, before the end of a text, never used
+        self.tier = tier
+        self._root = CachedNode(b"", None)
+        self._idle: OrderedDict[CachedNode, None] = OrderedDict()
+        self._idle_tails: OrderedDict[CachedNode, None] = OrderedDict()  # nodes whose tail page nobody uses, as `_idle`
+        self._passed_tails: OrderedDict[CachedNode, None] = (
+            OrderedDict()
+        )  # likewise, before the end of a text, never used
         self._num_pages = self._num_tails = 0
-        self._watchers: tuple[Callable[[_Node], object], ...] = ()
+        self._watchers: tuple[Callable[[CachedNode], object], ...] = ()
         self.num_changes = 0  # how often a page or tail page was stored or removed
 
     @property
     def page_size(self) -> int:
         return self.pool.page_size
 
-    def first_pages(self) -> list[_Node]:
+    def first_pages(self) -> list[CachedNode]:
         """Return the nodes of all first pages of texts."""
         return list(self._root.children.values())
 
-    def watch(self, note: Callable[[_Node], object]) -> None:
+    def watch(self, note: Callable[[CachedNode], object]) -> None:
         """Call `note(node)` whenever a page or tail page of a node is stored or removed. It is called in the middle of
         a step, so it only notes the node."""
         self._watchers += (note,)
 
-    def unwatch(self, note: Callable[[_Node], object]) -> None:
+    def unwatch(self, note: Callable[[CachedNode], object]) -> None:
         """End `watch`."""
         self._watchers = tuple(each for each in self._watchers if each != note)
 
@@ -156,15 +166,24 @@ class PrefixCache:
         """Take `n` tail pages as `allocate` does."""
         if n > self.available_tails:
             raise OutOfPages(f"{n} tail pages were asked for, {self.available_tails} are free or cached and unused")
-        while n > self.pool.num_free_tails:
-            self._drop_tail(next(iter(self._passed_tails or self._idle_tails)))
+        passed_first = itertools.chain(self._passed_tails, self._idle_tails)
+        self._evict_tails(list(itertools.islice(passed_first, max(0, n - self.pool.num_free_tails))))
         return self.pool.allocate_tails(n, owner)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all cached pages that came from the host tier are there for other processes."""
+        return self.tier is None or self.tier.copies.is_settled
+
+    def tier_ledger(self) -> TierLedger | None:
+        """Count the slots of the host tier; None: there is no tier."""
+        return None if self.tier is None else self.tier.ledger()
 
     def match(
         self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
     ) -> int:
         """Return how many pages `acquire` would find now. It pins no page, and it does not count as a use."""
-        return len(_resumable(list(self._walk(token_ids, salt, limit_pages)), num_tails))
+        return _num_resumable(list(self._walk(token_ids, salt, limit_pages)), num_tails, _tail_in_pool)
 
     def acquire(
         self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
@@ -177,7 +196,8 @@ class PrefixCache:
         They are pinned, too.
         """
         lease = Lease(salt, [], self._root)
-        found = _resumable(list(self._walk(token_ids, salt, limit_pages)), num_tails)
+        walked = list(self._walk(token_ids, salt, limit_pages))
+        found = walked[: _num_resumable(walked, num_tails, _tail_in_pool)]
         for node in found:
             self._extend(lease, node)
         for node in found[-num_tails:] if num_tails else ():
@@ -194,12 +214,8 @@ class PrefixCache:
         nodes = list(self._path(lease))[::-1]
         for index, (node, tail) in enumerate(zip(nodes[first:], tails, strict=False), first):
             if node.tail is None and self.enabled:
-                self.pool.transfer((tail,), Owner.CACHE)
-                node.tail = tail
-                self._num_tails += 1
-                self._changed(node)
                 is_end = end is not None and index >= end
-                (self._idle_tails if is_end else self._passed_tails)[node] = None
+                self._adopt_tail(tail, node, self._idle_tails if is_end else self._passed_tails)
                 taken.append(tail)
                 if is_end and pins:
                     self._use_tail(lease, node)
@@ -244,7 +260,11 @@ class PrefixCache:
             covered = next(self._keys(token_ids, salt, start - 1, start))
             assert lease.node.key == covered, f"other tokens than those of the leased page {lease.node.page}"
         for page, key in zip(pages[start:stop], self._keys(token_ids, salt, start, stop), strict=True):
-            node = lease.node.children.get(key) or self._adopt(page, key, lease.node)
+            node = lease.node.children.get(key)
+            if node is None:
+                node = lease.node.children[key] = CachedNode(key, lease.node)
+            if node.page is None:
+                self._adopt(page, node)
             self._extend(lease, node)
         return lease
 
@@ -271,44 +291,245 @@ class PrefixCache:
         lease.node = None
 
     def evict(self, n: int) -> int:
-        """Free up to `n` pages without references, the longest idle first. Return how many were freed."""
-        n = min(n, len(self._idle))
-        for _ in range(n):
-            node, _ = self._idle.popitem(last=False)
-            assert not node.children and node.num_references == 0 and node.parent is not None, node.page
-            del node.parent.children[node.key]
-            node.is_cached = False
-            if node.tail is not None:
-                self._drop_tail(node)
-            self.pool.release((node.page,), Owner.CACHE)
-            self._changed(node)
-        self._num_pages -= n
-        return n
+        """Free up to `n` pages without references, the longest idle first. Return how many were freed. The host tier
+        gets a copy of them."""
+        nodes = list(itertools.islice(self._idle, n))
+        if self.tier is not None:
+            self.tier.store(nodes, self._drop_slot)
+        self._evict_tails([node for node in nodes if node.tail is not None])
+        self._free(nodes)
+        return len(nodes)
+
+    def tend(self) -> None:
+        """Let the tiers work. To be called once per step."""
+        if self.tier is not None:
+            self._store_ahead()
+            if self.tier.disk is not None:
+                self.tier.disk.poll()
+
+    def _store_ahead(self) -> None:
+        """Copy pages that are idle longest to the host tier while the pool has few free ones, if it pays to copy them
+        before they are evicted."""
+        assert self.tier is not None
+        num_short = min(self.tier.copies.num_ahead, self.pool.num_usable // 8) - self.pool.num_free
+        if num_short > 0:
+            self.tier.store_ahead(list(itertools.islice(self._idle, num_short)), self._drop_slot)
 
     def flush(self) -> int:
-        """Free every page without references, and every unused tail page. Return how many pages were freed, tail pages
-        not counted."""
-        for node in [*self._passed_tails, *self._idle_tails]:
-            self._drop_tail(node)
-        return self.evict(len(self._idle))
+        """Free every page without references, and every unused tail page, and all that the tiers have. Return how many
+        pages of the pool were freed, tail pages not counted."""
+        if self.tier is not None:
+            for node in self.tier.disk.clear() if self.tier.disk is not None else ():
+                self._changed_tail(node)
+                self.lose(node)
+            for node in self.tier.tails.nodes:
+                self._drop_tail_slot(node)
+            for node in self.tier.kept.nodes:
+                if node.slot is not None:  # it was not behind another one
+                    self._drop_slot(node)
+        self._free_tails([*self._passed_tails, *self._idle_tails])
+        nodes = list(self._idle)
+        self._free(nodes)
+        return len(nodes)
 
-    def _use_tail(self, lease: Lease, node: _Node) -> None:
+    def restore(
+        self,
+        token_ids: Sequence[int],
+        salt: str = "",
+        limit_pages: int | None = None,
+        num_tails: int = 0,
+        *,
+        num_pages: int,
+    ) -> int:
+        """Copy pages of a prefix from the host tier back into the pool, if that is sooner than to compute them, so that
+        `acquire` finds them. Return by how many pages the prefix became longer.
+
+        The arguments are those of `acquire`. Nothing is copied unless the pool then still has room for a request of
+        `num_pages` pages in all, those of the prefix included."""
+        found = self._in_tier(token_ids, salt, limit_pages, num_tails)
+        if found is None:
+            return 0
+        in_pool, absent, ends, tails, num_new = found
+        pinned = Lease(salt, [], self._root)
+        for node in in_pool:
+            self._extend(pinned, node)
+        for node in ends:
+            if node.tail is not None:
+                self._use_tail(pinned, node)
+        has_room = num_pages - len(in_pool) <= self.available and len(tails) <= self.available_tails
+        if has_room:
+            self._load(absent, tails)
+        self.release(pinned)
+        return num_new if has_room else 0
+
+    def fetch(
+        self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
+    ) -> Fetch | None:
+        """Begin to read files of a prefix into the host tier, if that is sooner than to compute their tokens. The
+        arguments are those of `acquire`. Return what the prompt waits for; None: nothing."""
+        if self.tier is None or self.tier.disk is None:
+            return None
+        walked = list(self._walk(token_ids, salt, limit_pages, _anywhere))
+        num_found = _num_resumable(walked, num_tails, _tail_anywhere)
+        in_memory = list(itertools.takewhile(_in_memory, walked[:num_found]))
+        num_new = num_found - _num_resumable(in_memory, num_tails, _tail_in_memory)
+        absent = [node for node in walked[:num_found] if not node.is_in_memory]
+        tails = [node for node in walked[max(0, num_found - num_tails) : num_found] if not node.has_tail_in_memory]
+        if num_new <= 0:
+            return None
+        for node in reversed(walked[:num_found]):  # their slots are not to be taken for the others
+            self.tier.kept.touch(node)
+            self.tier.tails.touch(node)
+        drops = self._drop_slot, self._drop_tail_slot
+        return self.tier.fetch(absent, tails, num_new * self.page_size, drops)
+
+    def close(self) -> None:
+        """End what the tiers do. Files stay."""
+        if self.tier is not None and self.tier.disk is not None:
+            self.tier.disk.thread.close()
+
+    def is_awaited(self, fetch: Fetch | None) -> bool:
+        """Return whether a prompt still waits for files."""
+        if fetch is None or self.tier is None or self.tier.disk is None:
+            return False
+        return not self.tier.disk.is_over(fetch)
+
+    def node_behind(self, parent: CachedNode | None, key: bytes) -> CachedNode:
+        """Return the node of a page that lies in a file, which is made if need be. `parent` None: it is a first page,
+        and its key begins with the salt."""
+        before = parent or self._root
+        if key not in before.children:
+            before.children[key] = CachedNode(key, before)
+        return before.children[key]
+
+    def note_file(self, node: CachedNode) -> None:
+        """A node, or its tail page, lies in a file that was found."""
+        self._changed(node)
+
+    def lose(self, node: CachedNode) -> None:
+        """A file of the node is gone: if nothing is left of its page, the node leaves the tree."""
+        if not node.is_cached:
+            self._remove(node)
+
+    def take_read(self, node: CachedNode | None, kind: Kind, slot: int) -> None:
+        """Give a node the slot that its file was read into. None: free the slot."""
+        assert self.tier is not None
+        (self.tier.kept if kind == "page" else self.tier.tails).end_read(slot, node)
+
+    def may_restore(
+        self, token_ids: Sequence[int], salt: str = "", limit_pages: int | None = None, num_tails: int = 0
+    ) -> bool:
+        """Return whether `restore` would copy pages, given room."""
+        return self._in_tier(token_ids, salt, limit_pages, num_tails) is not None
+
+    def _in_tier(
+        self, token_ids: Sequence[int], salt: str, limit_pages: int | None, num_tails: int
+    ) -> _Restorable | None:
+        """Return the part of a prefix that lies in the host tier alone; None: there is none, or computing it is
+        sooner."""
+        if self.tier is None:
+            return None
+        walked = list(self._walk(token_ids, salt, limit_pages, _in_memory))
+        num_found = _num_resumable(walked, num_tails, _tail_in_memory)
+        in_pool = list(itertools.takewhile(lambda node: node.page is not None, walked[:num_found]))
+        num_new = num_found - _num_resumable(in_pool, num_tails, _tail_in_pool)
+        absent = walked[len(in_pool) : num_found]
+        ends = walked[max(0, num_found - num_tails) : num_found]
+        tails = [node for node in ends if node.tail is None]
+        if num_new <= 0 or not self.tier.is_sooner(len(absent) + len(tails), num_new * self.page_size):
+            return None
+        return _Restorable(in_pool, absent, ends, tails, num_new)
+
+    def _load(self, nodes: list[CachedNode], tails: list[CachedNode]) -> None:
+        """Copy the pages of nodes and the tail pages of others from the host tier. The pages before them are pinned."""
+        assert self.tier is not None
+        for node in nodes:
+            self.tier.kept.hold(node)
+        for node in tails:
+            self.tier.tails.hold(node)
+        pages = self.allocate(len(nodes), Owner.REQUEST)
+        self.tier.load(self.tier.kept, nodes, pages)
+        for node, page in zip(nodes, pages, strict=True):
+            self._adopt(page, node)
+        for node in reversed(nodes):
+            self._idle[node] = None
+        own = self.allocate_tails(len(tails), Owner.REQUEST)
+        self.tier.load(self.tier.tails, tails, own)
+        for node, tail in zip(tails, own, strict=True):
+            self._adopt_tail(tail, node, self._idle_tails)
+
+    def _free(self, nodes: Sequence[CachedNode]) -> None:
+        """Free the pages of idle nodes, which come before their parents. Those that lie nowhere else leave the tree."""
+        for node in nodes:
+            assert node.num_references == 0 and node.page is not None, node.page
+            del self._idle[node]
+            self.pool.release((node.page,), Owner.CACHE)
+            node.page = None
+            if not node.is_cached:
+                self._remove(node)
+        self._num_pages -= len(nodes)
+
+    def _evict_tails(self, nodes: Sequence[CachedNode]) -> None:
+        """Free the tail pages of nodes, which nobody uses. The host tier gets those behind which a text may go on."""
+        if self.tier is not None:
+            ends = [node for node in nodes if node.is_cached and node in self._idle_tails]
+            self.tier.store_tails(ends, self._drop_tail_slot)
+        self._free_tails(nodes)
+
+    def _free_tails(self, nodes: Sequence[CachedNode]) -> None:
+        for node in nodes:
+            assert node.tail is not None and node.num_tail_uses == 0, (node.tail, node.num_tail_uses)
+            (self._passed_tails if node in self._passed_tails else self._idle_tails).pop(node)
+            self.pool.release((node.tail,), Owner.CACHE)
+            self._num_tails -= 1
+            node.tail = None
+            if not node.has_tail:
+                self._changed(node)
+
+    def _drop_slot(self, node: CachedNode) -> None:
+        """Take the slot of a node. If its page lies nowhere else, it leaves the tree."""
+        assert self.tier is not None
+        self.tier.kept.free(node)
+        if not node.is_cached:
+            self._remove(node)
+
+    def _drop_tail_slot(self, node: CachedNode) -> None:
+        assert self.tier is not None
+        self.tier.tails.free(node)
+        self._changed_tail(node)
+
+    def _changed_tail(self, node: CachedNode) -> None:
+        """If the rows of a node's tail page lie nowhere any more, note that."""
+        if not node.has_tail:
+            self._changed(node)
+
+    def _remove(self, node: CachedNode) -> None:
+        """Take a node whose page lies nowhere out of the tree, with all nodes behind it, which are not in the pool."""
+        assert node.parent is not None
+        if node.parent.children.get(node.key) is not node:
+            return  # it went with one before it
+        del node.parent.children[node.key]
+        left = [node]
+        while left:
+            gone = left.pop()
+            left += gone.children.values()
+            assert gone.page is None and gone.tail is None, (gone.page, gone.tail)
+            if self.tier is not None and gone.slot is not None:
+                self.tier.kept.free(gone)
+            if self.tier is not None and gone.tail_slot is not None:
+                self.tier.tails.free(gone)
+            if self.tier is not None and self.tier.disk is not None:
+                self.tier.disk.forget(gone)
+            self._changed(gone)
+
+    def _use_tail(self, lease: Lease, node: CachedNode) -> None:
         """Pin the tail page of a node until the lease is released."""
         self._idle_tails.pop(node, None)
         self._passed_tails.pop(node, None)
         node.num_tail_uses += 1
         lease.tails.append(node)
 
-    def _drop_tail(self, node: _Node) -> None:
-        """Free the tail page of a node, which nobody uses."""
-        assert node.tail is not None and node.num_tail_uses == 0, (node.tail, node.num_tail_uses)
-        (self._passed_tails if node in self._passed_tails else self._idle_tails).pop(node)
-        self.pool.release((node.tail,), Owner.CACHE)
-        self._num_tails -= 1
-        node.tail = None
-        self._changed(node)
-
-    def _changed(self, node: _Node) -> None:
+    def _changed(self, node: CachedNode) -> None:
         self.num_changes += 1
         for note in self._watchers:
             note(node)
@@ -327,17 +548,24 @@ class PrefixCache:
             key = data[page * step : page * step + width]
             yield key if page or start else salt.encode() + key
 
-    def _walk(self, token_ids: Sequence[int], salt: str, limit_pages: int | None) -> Iterator[_Node]:
+    def _walk(
+        self,
+        token_ids: Sequence[int],
+        salt: str,
+        limit_pages: int | None,
+        is_there: Callable[[CachedNode], bool] = lambda node: node.page is not None,
+    ) -> Iterator[CachedNode]:
+        """Yield the nodes of the tokens, up to the first one that `is_there` does not find: by default, in the pool."""
         num_keyed = self._num_keyed(len(token_ids))
         stop = num_keyed if limit_pages is None else min(num_keyed, limit_pages)
         node = self._root
         for key in self._keys(token_ids, salt, 0, stop):
             child = node.children.get(key)
-            if child is None:
+            if child is None or not is_there(child):
                 return
             yield (node := child)
 
-    def _path(self, lease: Lease) -> Iterator[_Node]:
+    def _path(self, lease: Lease) -> Iterator[CachedNode]:
         """Yield the leased nodes, last page first."""
         assert lease.node is not None, "the lease was released"
         node = lease.node
@@ -345,29 +573,66 @@ class PrefixCache:
             yield node
             node = node.parent
 
-    def _adopt(self, page: int, key: bytes, parent: _Node) -> _Node:
+    def _adopt(self, page: int, node: CachedNode) -> None:
+        """Give a node a page of a request."""
         self.pool.transfer((page,), Owner.CACHE)
-        node = parent.children[key] = _Node(page, key, parent)
+        is_new = not node.is_cached
+        node.page = page
         self._num_pages += 1
-        self._changed(node)
-        return node
+        if node.slot is not None and self.tier is not None:
+            self.tier.kept.enter_pool(node)
+        if is_new:
+            self._changed(node)
 
-    def _extend(self, lease: Lease, node: _Node) -> None:
+    def _adopt_tail(self, tail: int, node: CachedNode, order: OrderedDict[CachedNode, None]) -> None:
+        """Give a node a tail page of a request, which nobody uses."""
+        self.pool.transfer((tail,), Owner.CACHE)
+        is_new = not node.has_tail
+        node.tail = tail
+        order[node] = None
+        self._num_tails += 1
+        if node.tail_slot is not None and self.tier is not None:
+            self.tier.tails.enter_pool(node)
+        if is_new:
+            self._changed(node)
+
+    def _extend(self, lease: Lease, node: CachedNode) -> None:
         if node.num_references == 0:
             self._idle.pop(node, None)  # a page just adopted was never idle
+        assert node.page is not None, "the page lies in the host tier alone"
         node.num_references += 1
         lease.pages.append(node.page)
         lease.node = node
 
 
-def _resumable(nodes: list[_Node], num_tails: int) -> list[_Node]:
-    """Return the nodes up to the last one behind which work may continue: it and those before it, `num_tails` in all,
-    have their tail pages."""
+def _tail_in_pool(node: CachedNode) -> bool:
+    return node.tail is not None
+
+
+def _in_memory(node: CachedNode) -> bool:
+    return node.is_in_memory
+
+
+def _anywhere(node: CachedNode) -> bool:
+    return node.is_cached
+
+
+def _tail_in_memory(node: CachedNode) -> bool:
+    return node.has_tail_in_memory
+
+
+def _tail_anywhere(node: CachedNode) -> bool:
+    return node.has_tail
+
+
+def _num_resumable(nodes: Sequence[CachedNode], num_tails: int, has_tail: Callable[[CachedNode], bool]) -> int:
+    """Return how many nodes there are up to the last one behind which work may continue: it and those before it,
+    `num_tails` in all, have their tail pages."""
     if num_tails == 0:
-        return nodes
+        return len(nodes)
     end = run = 0  # `run`: nodes in a row that have tail pages
     for index, node in enumerate(nodes):
-        run = 0 if node.tail is None else run + 1
+        run = run + 1 if has_tail(node) else 0
         if run >= min(num_tails, index + 1):
             end = index + 1
-    return nodes[:end]
+    return end

@@ -40,7 +40,7 @@ from ..wire.membership import (
     TokenizerFile,
 )
 from ..wire.messages import ToRouter
-from ..wire.node_info import Load, NodeStats, PoolLedger, Service
+from ..wire.node_info import Load, NodeStats, PoolLedger, Service, TierLedger
 from ..wire.request import Unit
 from .channel import ChannelEvent, RouterChannel, RouterGone, TurnedAway
 from .curve import KeyPair
@@ -64,6 +64,10 @@ class PageLedger(WatchedCache, Protocol):
 
     def tail_ledger(self) -> PoolLedger | None:
         """Count the tail pages; None: the model has none."""
+        ...
+
+    def tier_ledger(self) -> TierLedger | None:
+        """Count the slots of the host tier; None: the node has none."""
         ...
 
     def flush(self) -> object:
@@ -380,5 +384,6 @@ class Membership:
                 stats=member.stats(),
                 tail_pool=member.cache.tail_ledger(),
                 routers=dict.fromkeys(self.routers, 0) | member.num_units(),
+                host_tier=member.cache.tier_ledger(),
             )
         )

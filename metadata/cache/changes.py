@@ -31,7 +31,7 @@ class CachedPage(Protocol):
     @property
     def is_cached(self) -> bool: ...
     @property
-    def tail(self) -> int | None: ...
+    def has_tail(self) -> bool: ...
 
 
 class WatchedCache(Protocol):
@@ -123,8 +123,8 @@ class CacheChanges:
             name = self._tell(page, batch)
         if name is None:
             return
-        if (page.tail is not None) != (page in self._told_tails):
-            if page.tail is not None:
+        if page.has_tail != (page in self._told_tails):
+            if page.has_tail:
                 batch.stored_tails.append(self._names.of_tail(name))
                 self._told_tails.add(page)
             else:

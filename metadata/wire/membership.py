@@ -19,6 +19,7 @@ from .node_info import (
     PoolLedger,
     Role,
     Service,
+    TierLedger,
 )
 from .protocol import Message, Since
 from .request import Count, Digest, Index, Name, Seconds, Text, Units
@@ -111,6 +112,7 @@ class LedgerReport(Message, frozen=True, tag="ledger"):
     # units of `requests` by the epoch of the router that they are of; the routers that the node has joined have 0 if
     # they have none
     routers: Annotated[dict[Digest, Count], Meta(max_length=MAX_ROUTERS), Since(8)] = {}
+    host_tier: Annotated[TierLedger | None, Since(8)] = None  # None: the node has none
 
 
 class Leaving(Message, frozen=True, tag="leaving"):

@@ -141,6 +141,12 @@ class Capacity(Message, frozen=True):
     # more than 1 on nodes of protocol 6 alone: ranks that divide these pages and sequences; a request uses one
     num_pools: Annotated[Index, Since(6)] = 1
     num_tails: Annotated[Count, Since(8)] = 0  # tail pages that requests may use; 0: the model has none
+    tier_pages: Annotated[Count, Since(8)] = 0  # that its host and disk tiers hold at most, tail pages included
+
+    @property
+    def cached_pages(self) -> int:
+        """The most pages and tail pages that its prefix cache can have."""
+        return self.num_pages + self.num_tails + self.tier_pages
 
     @property
     def request_pages(self) -> int:
@@ -190,6 +196,22 @@ class Load(Message, frozen=True):
         return max((rank.free_pages for rank in self.ranks), default=self.free_pages)
 
 
+class HostFigures(Message, frozen=True):
+    """Slots of a node's host tier, those of tail pages included, and counters since the node's start."""
+
+    num_slots: Count = 0
+    num_used: Count = 0
+    num_stored: Count = 0  # pages that were copied to it
+    num_restored: Count = 0  # pages that were copied back into the pool
+    restore_seconds: Seconds = 0.0
+    num_files: Count = 0  # of the disk tier
+    file_bytes: Count = 0
+    files_written: Count = 0
+    files_read: Count = 0
+    files_damaged: Count = 0  # or gone, or another page's
+    disk_failures: Count = 0
+
+
 class NodeStats(Message, frozen=True):
     """Counters since the node's start, for /metrics."""
 
@@ -213,6 +235,7 @@ class NodeStats(Message, frozen=True):
     # by rank, if each has sequences of its own: rounds in which others had some and this one had none
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     cache_changes: Annotated[Count, Since(8)] = 0  # pages that the prefix cache stored or removed
+    host: Annotated[HostFigures | None, Since(8)] = None  # None: it has no host tier
 
 
 class Service(Message, frozen=True):
@@ -232,3 +255,29 @@ class PoolLedger(Message, frozen=True):
     ticket: Count
     cache: Count
     cache_referenced: Count  # cached pages whose reference count is not zero
+
+
+class SlotLedger(Message, frozen=True):
+    """Number of slots of a host tier by use: `free`, `cache` and `reading` sum to the slots."""
+
+    free: Count
+    cache: Count
+    cache_in_pool: Count  # of `cache`, those whose page lies in the pool, too
+    reading: Count = 0  # into which a file is read
+
+
+class DiskLedger(Message, frozen=True):
+    """Files of a node's disk tier, and those that are under way."""
+
+    files: Count
+    num_bytes: Count
+    writing: Count
+    reading: Count
+
+
+class TierLedger(Message, frozen=True):
+    """Slots of a node's host tier, and its files."""
+
+    pages: SlotLedger
+    tail_pages: SlotLedger | None = None  # None: the model has none
+    disk: DiskLedger | None = None  # None: the node writes no files

@@ -165,6 +165,7 @@ class Preemption(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     ran_s: Seconds
     waited_s: Seconds  # without pages
     recompute_s: Seconds  # from getting pages to its next round
+    num_restored: Annotated[Count, Since(8)] = 0  # tokens whose KV came back from the host tier
 
 
 TokenLogprobsColumn = Annotated[tuple[TokenLogprobs, ...], Meta(max_length=MAX_CONTEXT)]
@@ -185,6 +186,7 @@ class Ended(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     preemptions: Annotated[tuple[Preemption, ...], Meta(max_length=MAX_PREEMPTIONS)] = ()
     # how many of the num_rounds accepted 0, 1, ... drafts, up to the longest draft; sums up to num_rounds
     accept_counts: Annotated[tuple[Count, ...], Meta(max_length=MAX_DRAFT_STEPS + 1), Since(8)] = ()
+    num_restored: Annotated[Count, Since(8)] = 0  # prompt tokens whose KV the decode node had in its host tier
 
 
 MAX_CHUNKS = 16
@@ -207,6 +209,7 @@ class PrefillTimes(Struct, frozen=True, forbid_unknown_fields=True):
     num_offers: Count = 0
     early_pages: Count = 0  # offered before all chunks were computed
     chunks: Annotated[tuple[ChunkTimes, ...], Meta(max_length=MAX_CHUNKS)] = ()
+    num_restored: Annotated[Count, Since(8)] = 0  # cached tokens whose KV came back from the host tier
 
 
 class PullTimes(Struct, frozen=True, forbid_unknown_fields=True):

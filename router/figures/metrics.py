@@ -102,6 +102,12 @@ class NodeFigures(Collector):
             for node in nodes:
                 counter.add_metric([node.node_id, node.role, node.hello.model.name], getattr(node.stats, name))
             yield counter
+        for name, field in _OF_HOST.items():
+            counter = CounterMetricFamily(f"baton_node_{name}", f"{name} of the host and disk tiers.", labels=labels)
+            for node in nodes:
+                value = 0 if node.stats.host is None else getattr(node.stats.host, field)
+                counter.add_metric([node.node_id, node.role, node.hello.model.name], value)
+            yield counter
         accepted = CounterMetricFamily(
             "baton_node_accepted_drafts", "Drafts accepted, by their place in a round.", labels=[*labels, "position"]
         )
@@ -205,11 +211,35 @@ _GAUGES: tuple[tuple[str, str, Callable[[Node], float]], ...] = (
         lambda node: node.cache.state(time.monotonic()) == "late",
     ),
     (
+        "host_pages",
+        "Pages and tail pages that the host tier has room for.",
+        lambda node: 0 if node.stats.host is None else node.stats.host.num_slots,
+    ),
+    (
+        "used_host_pages",
+        "Pages and tail pages in the host tier.",
+        lambda node: 0 if node.stats.host is None else node.stats.host.num_used,
+    ),
+    (
+        "cache_file_bytes",
+        "Bytes of the files of cached pages.",
+        lambda node: 0 if node.stats.host is None else node.stats.host.file_bytes,
+    ),
+    (
         "draining",
         "1: it takes nothing new, as it drains or leaves.",
         lambda node: node.is_draining,
     ),
 )
+_OF_HOST = {  # counters of the host tier, and the fields that have them
+    "pages_stored": "num_stored",
+    "pages_restored": "num_restored",
+    "restore_seconds": "restore_seconds",
+    "files_written": "files_written",
+    "files_read": "files_read",
+    "files_damaged": "files_damaged",
+    "disk_failures": "disk_failures",
+}
 _COUNTERS = (
     "steps",
     "prompt_tokens",

@@ -118,7 +118,7 @@ class Node:
         self.protocol = agreed(self.protocols) or PROTOCOL_MIN  # in which it is addressed
         self.group = group
         self.joined_at = now
-        self.cache = ToldPages(hello.capacity.num_pages + hello.capacity.num_tails)
+        self.cache = ToldPages(hello.capacity.cached_pages)
         self._load = Load.of_idle(hello.capacity)
         self._beat: Heartbeat | None = None
         self._last_seen = self._welcomed_at = self._reported_at = now

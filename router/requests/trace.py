@@ -79,6 +79,7 @@ class Span(Struct, omit_defaults=True, gc=False):  # gc=False is safe: no field 
     num_drafted: int = 0  # decode
     num_accepted: int = 0  # decode
     num_preemptions: int = 0  # preempted: how many are added up
+    num_restored: int = 0  # prefill, decode: prompt tokens, recompute: all tokens from the node's host tier
 
     def neighbour(self, name: str, start_s: float) -> Span:
         """Return a span of the same attempt at the same node, without figures."""
@@ -415,6 +416,7 @@ def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> lis
             steps = _, _, prefill, first_token = _fill(span, end_s, "dispatch", durations)
             prefill.num_prompt, prefill.num_cached = span.num_prompt - report.num_cached, report.num_cached
             prefill.prefill_times, first_token.num_tokens = times, span.num_tokens
+            prefill.num_restored = times.num_restored
             prefill.reason = span.reason
         case Admitted(times=times, transfer_s=moving_s):
             durations = {"pull": times.last_s, "admission": times.admit_s}
@@ -431,6 +433,7 @@ def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> lis
                 run = span.neighbour("decode", last.start_s)
                 preempted = span.neighbour("preempted", run.start_s + each.ran_s)
                 recompute = span.neighbour("recompute", preempted.start_s + each.waited_s)
+                recompute.num_restored = each.num_restored
                 run.num_steps = min(each.num_steps, last.num_steps)
                 run.num_tokens = min(each.num_tokens, last.num_tokens)
                 preempted.num_preemptions = each.num_preemptions
@@ -438,6 +441,7 @@ def _steps(span: Span, end_s: float, before: Span, report: Report | None) -> lis
                 last.num_steps -= run.num_steps
                 last.num_tokens -= run.num_tokens
                 steps[-1:] = run, preempted, recompute, last
+            steps[0].num_restored = report.num_restored
         case None:
             steps = [span]
     return steps

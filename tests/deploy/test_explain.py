@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from baton.deploy import cli
+from baton.deploy.explain import request_lines
 from baton.deploy.plan import free_port
 from baton.metadata.wire.request import ChunkTimes, PrefillTimes, PullTimes
 from baton.router.requests.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
@@ -226,3 +227,17 @@ def test_the_admin_key_goes_before_the_api_key(
     explain()
     explain("--admin-key", "other")
     assert server.keys == ["Bearer api", "Bearer admin", "Bearer other"]
+
+
+def test_tokens_from_host_memory_are_named() -> None:
+    spans = [
+        Span("prefill", 0.0, 0.5, "p0", 0, num_prompt=12, num_cached=4_000, num_restored=3_008),
+        Span("decode", 0.5, 0.25, "d0", 0, num_tokens=1, num_restored=16),
+        Span("recompute", 0.75, 0.25, "d0", 0, num_restored=2_000),
+    ]
+    trace = RequestTrace("cmpl-1", None, "demo", "done", 1.8e9, 1.0, 0.5, 4_012, None, 4_000, [])
+    trace.sequences.append(SequenceTrace(0, "length", 1, spans))
+    text = "\n".join(request_lines(trace, "#"))
+    assert "12 tokens, 4,000 more were cached (3,008 of them in host memory)" in text
+    assert "1 tokens; 16 prompt tokens came from host memory" in text
+    assert "2,000 tokens came from host memory" in text

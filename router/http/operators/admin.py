@@ -96,6 +96,7 @@ def _node_ledger(report: LedgerReport) -> NodeLedger:
         pool=report.pool,
         tail_pool=report.tail_pool,
         routers=report.routers,
+        host_tier=report.host_tier,
         requests=[str(unit) for unit in report.requests],
         tickets=[str(unit) for unit in report.tickets],
         load=report.load,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ....metadata.wire.node_info import Capacity, HandoffSchema, Load, NodeStats, PoolLedger, Role
+from ....metadata.wire.node_info import Capacity, HandoffSchema, Load, NodeStats, PoolLedger, Role, TierLedger
 from ...nodes.availability import Degraded
 
 
@@ -110,6 +110,7 @@ class NodeLedger(Struct, frozen=True, kw_only=True):
     stats: NodeStats
     tail_pool: PoolLedger | None = None  # tail pages, of layers with a window; null: the model has none
     routers: dict[str, int] = {}  # empty if the node is of an older release
+    host_tier: TierLedger | None = None  # null: the node has none
 
 
 class LedgersAnswer(Struct, frozen=True):

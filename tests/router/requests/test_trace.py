@@ -16,7 +16,16 @@ from thinned import num_examples
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load
 from baton.metadata.wire.request import ChunkTimes, Ended, Preemption, PrefillTimes, PullTimes, Unit
-from baton.router.requests.trace import MAX_SPANS, FinishedTraces, Outcome, RequestTrace, SequenceTrace, TraceRecorder
+from baton.router.requests.trace import (
+    MAX_SPANS,
+    FinishedTraces,
+    Outcome,
+    RequestTrace,
+    SequenceTrace,
+    Span,
+    TraceRecorder,
+    _steps,
+)
 
 NO_TIMES, NO_PULL = PrefillTimes(), PullTimes()
 CHUNKS = (ChunkTimes(1, 512, 0.0, 0.25), ChunkTimes(1, 100, 0.125, 0.125))
@@ -355,3 +364,12 @@ def test_the_last_ones_are_kept() -> None:
     assert finished.get("r3") is None
     finished.add(TraceRecorder("large", "demo", 4, 100, 9.0))
     assert [recorder.trace.rid for recorder in finished] == ["large"]
+
+
+def test_tokens_from_host_memory_are_those_of_their_spans() -> None:
+    report = Ended("length", None, 10, 4, 0, preemptions=(Preemption(1, 1, 1, 0.1, 0.1, 0.1, 32),), num_restored=16)
+    run, _, recompute, last = _steps(Span("decode", 0.0, 1.0, "d0", 0, num_tokens=4), 1.0, Span(""), report)
+    assert (run.num_restored, recompute.num_restored, last.num_restored) == (16, 32, 0)
+    done = m.PrefillDone("r", 0, 0.0, 0.1, 8, Load(1, 0, 0), PrefillTimes(num_restored=8))
+    *_, prefill, _ = _steps(Span("prefill", 0.0, 1.0, "p0", 0, num_prompt=10), 1.0, Span(""), done)
+    assert prefill.num_restored == 8

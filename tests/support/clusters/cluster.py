@@ -365,10 +365,17 @@ def held(ledger: dict[str, Any]) -> list[str]:
 
 
 def _not_free(ledger: dict[str, Any]) -> list[str]:
-    """Return, in words, the pools with pages that are not free."""
+    """Return, in words, the pools with pages that are not free, and the tiers that hold something."""
     owners = ("request", "ticket", "cache")
     return [
-        f"{name}: {books and books['pool']}"
+        f"{name}: {books and (books['pool'], books.get('host_tier'))}"
         for name, books in ledger["nodes"].items()
-        if books is None or any(books["pool"][owner] for owner in owners)
+        if books is None or any(books["pool"][owner] for owner in owners) or _holds_any(books.get("host_tier"))
     ]
+
+
+def _holds_any(tier: dict[str, Any] | None) -> bool:
+    """Return whether a node's host tier, or its files, hold anything."""
+    slots = [] if tier is None else [tier["pages"], tier["tail_pages"] or {}]
+    disk = (tier or {}).get("disk") or {}
+    return any(each.get(owner) for each in slots for owner in ("cache", "reading")) or any(disk.values())

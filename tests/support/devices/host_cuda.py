@@ -56,6 +56,10 @@ class HostEvent:
         self._cuda.log.append(("host", "waits for", self.name))
         self.has_happened = True
 
+    def elapsed_time(self, later: HostEvent) -> float:
+        """Return a time that is no time of this machine, milliseconds."""
+        return 2.0
+
 
 class HostCuda:
     """The state of a process with one device: the current stream, and the log of what waits for what."""
@@ -68,6 +72,12 @@ class HostCuda:
     def make_stream(self, device: Any = None, priority: int = 0) -> HostStream:
         self.num_streams += 1
         return HostStream(self, f"side {self.num_streams}", priority)
+
+    def pin(self, address: int, num_bytes: int, flags: int) -> int:
+        """Count memory that is pinned. Return CUDA's number of success."""
+        del address, num_bytes, flags
+        self.num_pinned += 1
+        return 0
 
     @contextlib.contextmanager
     def use(self, stream: HostStream) -> Iterator[None]:
@@ -88,7 +98,8 @@ def with_host_cuda(monkeypatch: pytest.MonkeyPatch) -> HostCuda:
 
     replaced: dict[str, Any] = {
         "Stream": cuda.make_stream,
-        "Event": lambda: HostEvent(cuda),
+        "Event": lambda **_: HostEvent(cuda),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=cuda.pin, cudaHostUnregister=lambda address: None),
         "stream": cuda.use,
         "current_stream": lambda device=None: cuda.current,
         "device": lambda device: contextlib.nullcontext(),
