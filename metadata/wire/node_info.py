@@ -130,6 +130,13 @@ class Peer(Message, frozen=True):
     protocol: Annotated[Index, Since(6)] = 0  # both nodes address each other in it; 0: the router does not say
 
 
+class Lender(Message, frozen=True):
+    """A node from which another one may borrow pages of a prompt."""
+
+    peer: Peer
+    num_pages: Count  # leading pages of the prompt that it has told to be in its prefix cache
+
+
 class Capacity(Message, frozen=True):
     """Fixed sizes of a node. A pool has more tail pages than any one request uses."""
 
