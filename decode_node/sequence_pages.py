@@ -48,7 +48,7 @@ class SequencePages:
         otherwise it is computed here."""
         num_tokens = len(sequence.token_ids)
         num_tails = 0 if is_pulled else self._num_tails
-        lease = self._cache.acquire(sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails)
+        lease = self._cache.acquire(sequence.token_ids, sequence.salt, self.most_cached(sequence), num_tails)
         end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
         num_pages = pages_of(end, self._page_size)
         tail = self._begin_tail(num_tokens, lease, is_pulled=is_pulled)
@@ -132,7 +132,7 @@ class SequencePages:
         num_leased = len(sequence.lease.pages)
         if num_before != num_leased * self._page_size:
             return 0
-        limit = self._most_cached(sequence)
+        limit = self.most_cached(sequence)
         if self._cache.match(sequence.token_ids, sequence.salt, limit, self._num_tails) <= num_leased:
             return 0
         self._free(sequence, len(sequence.pages))
@@ -224,7 +224,7 @@ class SequencePages:
         num_full = max(0, sequence.num_computed // self._page_size - first)
         return self._cache.give_tails(sequence.lease, first, tails[:num_full], end) if tails else []
 
-    def _most_cached(self, sequence: Sequence) -> int:
+    def most_cached(self, sequence: Sequence) -> int:
         """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are
         computed."""
         if sequence.prompt_scores is None:

@@ -36,10 +36,13 @@ from ..engine.pace.padding import measure_prompt
 from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
 from ..engine.sampling.state import ended
+from ..engine.state.borrower import Borrower
 from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import OutOfMemory, RequestError
+from ..metadata.handoff.client import HandoffClient
+from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
@@ -79,17 +82,20 @@ class PrefillNode:
         scheduler: PrefillScheduler,
         membership: Membership,
         handoff: HandoffServer,
+        client: HandoffClient | None = None,
         *,
         overlaps: bool | None = None,
         measures_sharing: bool = False,
     ):
-        """`scheduler` owns the pages that `prompts` writes. `measures_sharing`: prompts share a chunk only up to a size
+        """`scheduler` owns the pages that `prompts` writes. `client` borrows pages of other nodes; None: the node
+        borrows none. `measures_sharing`: prompts share a chunk only up to a size
         that is measured now. `overlaps`: submit a chunk before the results of the last one are read; None: if the
         device is a GPU."""
         self.prompts = prompts
         self.cache = scheduler.cache
         self.membership = membership
-        self.handoff = handoff
+        self.handoff, self._client = handoff, client
+        self.links = DataLinks(handoff, client)
         self.scheduler = scheduler
         self.outbox = Outbox()
         with ProgressBar("capturing prompt graphs") as progress:
@@ -101,6 +107,7 @@ class PrefillNode:
         self._rate = ChunkSeconds()
         if prompts.longest_chunk is not None:  # a canary alone would tell the seconds per token of a short chunk
             self._rate.observe(*prompts.longest_chunk)
+        self._borrower = None if client is None else Borrower(self.cache, client, lambda: self._rate.token_s)
         self._keys = itertools.count()
         self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
         self._under_way: ChunkUnderWay | None = None
@@ -111,6 +118,7 @@ class PrefillNode:
         for message in self.membership.receive():
             self._handle(message)
         self._end_tickets()
+        self._end_loans()
         for request in self.scheduler.start():
             self._begin(request)
         plan = self.scheduler.plan()
@@ -160,8 +168,8 @@ class PrefillNode:
         return Counter(request.router for request in self.scheduler for _ in request.choices)
 
     def tickets(self) -> tuple[Unit, ...]:
-        """Return the units of all open tickets."""
-        return self._tickets.units()
+        """Return the units of all open tickets and loans."""
+        return (*self._tickets.units(), *self.handoff.loans())
 
     # --- messages ---
 
@@ -226,10 +234,16 @@ class PrefillNode:
         for unit in units:
             request.drop_choice(unit)
             self._tickets.revoke(request, unit, is_finished=False, reason=reason)
+        if not request.choices:
+            self._drop_loan(request, reason)
         if not request.choices and not request.tickets:
             self._finish(request)
         elif not request.choices:
             self.scheduler.stop(request)
+
+    def _drop_loan(self, request: Request, reason: str) -> None:
+        if self._borrower is not None:
+            self._borrower.drop(request.loan, reason)
 
     def _refuse(
         self, request: Request, reason: str, code: str = "invalid_request_error", *, is_retryable: bool = False
@@ -249,6 +263,8 @@ class PrefillNode:
                 continue
             if not request.is_computed:  # the decode node gave the choice up and does not need its first token
                 request.drop_choice(unit)
+                if not request.choices:
+                    self._drop_loan(request, "no node wants the prompt any more")
             if not request.tickets and (request.is_computed or not request.choices):
                 self._finish(request)
             elif not request.choices:
@@ -257,6 +273,30 @@ class PrefillNode:
     # --- computing ---
 
     def _begin(self, request: Request) -> None:
+        """Borrow pages of a request that has got its own, or compute it."""
+        if self._borrows(request):
+            self.scheduler.await_loan(request)
+        else:
+            self._begin_computing(request)
+
+    def _borrows(self, request: Request) -> bool:
+        """Begin to borrow pages of the prompt, if another node has some and that is sooner than computing."""
+        if self._borrower is None or request.lender is None:
+            return False
+        assert request.lease is not None, request.rid
+        most = self.scheduler.most_cached(request)
+        return self._borrower.begin(request.loan, request.lender, request.token_ids, request.pages, request.lease, most)
+
+    def _end_loans(self) -> None:
+        """Pull pages that are borrowed, and compute the prompts whose loans are over."""
+        if self._borrower is None:
+            return
+        for unit in self._borrower.poll():
+            request = next(each for each in self.scheduler.borrowing if each.loan == unit)
+            self.scheduler.end_loan(request)
+            self._begin_computing(request)
+
+    def _begin_computing(self, request: Request) -> None:
         self._counts.prompt_tokens += len(request.token_ids)
         self._counts.cached_tokens += request.num_cached
         if self._under_way is None:  # otherwise the chunk under way may still compute these cached pages
@@ -304,6 +344,8 @@ class PrefillNode:
             return
         while not chunk.submitted.is_computed:
             self._end_tickets()
+            if self._borrower is not None:
+                self._borrower.pull()
             time.sleep(_PAUSE_S)
         report = chunk.submitted.wait()
         begun = max(report.begun, self._computed_at)  # the device did the last chunk until then

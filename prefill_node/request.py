@@ -14,7 +14,7 @@ from ..engine.sampling.state import SamplingState
 from ..engine.state.prefix_cache import Lease
 from ..engine.state.tail_pages import TailPages
 from ..metadata.wire.messages import Prefill
-from ..metadata.wire.node_info import Peer
+from ..metadata.wire.node_info import Lender, Peer
 from ..metadata.wire.request import (
     MAX_CHUNKS,
     ChunkTimes,
@@ -54,6 +54,7 @@ class Request:
     tail: TailPages | None = None  # pages of layers with a window; None: the model has none, or it holds no pages
     kept_tails: list[int] | None = None  # the tail pages that are its own when all is submitted; None: before
     tail_copies: list[int] = field(default_factory=list)  # copies of the unshared pages, for all choices but the first
+    lender: Lender | None = None  # another node that has pages of the prompt
     num_cached: int = 0
     num_submitted: int = 0  # tokens with KV in `pages` for whatever is submitted to the device from now on
     num_computed: int = 0  # the part of these that the host knows to be computed
@@ -65,6 +66,11 @@ class Request:
     sample_s: float = 0.0
     _chunks: list[ChunkTimes] = field(default_factory=list)  # at most MAX_CHUNKS: neighbours are joined
     _idle_since: float = 0.0
+
+    @property
+    def loan(self) -> Unit:
+        """The name of the loan by which it borrows pages."""
+        return Unit(self.rid, 0, self.attempt)
 
     @property
     def cache_salt(self) -> str:
@@ -110,6 +116,12 @@ class Request:
         self.num_shared, self.tail = num_shared, tail
         self.num_submitted = self.num_computed = self.num_cached = num_cached
         self.started = self._idle_since = time.monotonic()
+
+    def skip_borrowed(self, page_size: int) -> None:
+        """Record that the lease covers pages that other nodes have lent, and that need not be computed."""
+        assert self.lease is not None and self.num_submitted == self.num_cached, (self.rid, self.num_submitted)
+        self.num_submitted = self.num_computed = self.num_cached = len(self.lease.pages) * page_size
+        self._idle_since = time.monotonic()
 
     @property
     def own_tails(self) -> list[int]:
@@ -191,4 +203,5 @@ def new_request(message: Prefill, *, key: int, vocab_size: int, context_len: int
         token_ids=prompt_ids + received_ids,
         arrived=time.monotonic(),
         router=message.router_epoch,
+        lender=message.lender,
     )

@@ -26,6 +26,7 @@ import zmq
 
 from ..cache.changes import WatchedCache
 from ..errors import Refused
+from ..handoff.data_links import LinksEnd
 from ..service_manager import has_manager, notify
 from ..wire.membership import (
     IDLE,
@@ -71,24 +72,6 @@ class PageLedger(WatchedCache, Protocol):
         ...
 
 
-class DataLink(Protocol):
-    """The node's end of the data links."""
-
-    def wait_s(self) -> float | None:
-        """Return how many seconds the node may sleep at most; None: no limit."""
-        ...
-
-    def sockets(self) -> Sequence[zmq.Socket[bytes] | int]:
-        """Return the sockets, or their file descriptors, that wake the node besides the router's."""
-        ...
-
-    def allow_for(self, round_trip_s: float) -> None:
-        """Give peers more time, since a message to the router and back takes so long."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Member(Protocol):
     """The interface of a node that its membership uses."""
 
@@ -101,7 +84,9 @@ class Member(Protocol):
     def cache(self) -> PageLedger: ...
 
     @property
-    def handoff(self) -> DataLink: ...
+    def links(self) -> LinksEnd:
+        """The node's data links."""
+        ...
 
     def load(self) -> Load: ...
 
@@ -218,7 +203,7 @@ class Membership:
             for channel in self._channels:
                 channel.heartbeat.report(load, stats, self._service)
             trips_s = (channel.heartbeat.round_trip_s for channel in self._channels)
-            self.member.handoff.allow_for(max(trips_s, default=0.0))
+            self.member.links.allow_for(max(trips_s, default=0.0))
         for channel in self._channels:
             channel.news.tell(now)
 
@@ -228,10 +213,10 @@ class Membership:
         self.enter(IDLE, IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        for zmq_socket in (*(each.link.socket for each in self._channels), *self.member.handoff.sockets(), *also):
+        for zmq_socket in (*(each.link.socket for each in self._channels), *self.member.links.sockets(), *also):
             poller.register(zmq_socket, zmq.POLLIN)
         now = time.monotonic()
-        waits_s = [self.member.handoff.wait_s(), *(channel.news.wait_s(now) for channel in self._channels)]
+        waits_s = [self.member.links.wait_s(), *(channel.news.wait_s(now) for channel in self._channels)]
         wait_s = min((each for each in waits_s if each is not None), default=IDLE_WAIT_S)
         poller.poll(max(0, math.ceil(1000 * min(IDLE_WAIT_S, wait_s))))
         with contextlib.suppress(BlockingIOError):

@@ -90,31 +90,30 @@ class HandoffClient:
         pages: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str,
+        until: float,
     ) -> None:
         """Borrow pages of a prompt that `peer` has in its prefix cache, also fewer than are asked for.
 
         `pages` are our page numbers for the first pages of the prompt. The first `num_cached_pages` hold their contents
-        already. `token_ids` are those of the pages and the next ones by which a page is keyed. A LoanOver follows,
-        unless `drop` comes first; until then the transfer owns the pages.
+        already. `token_ids` are those of the pages and the next ones by which a page is keyed. A LoanOver follows, at
+        `until` on the clock at the latest, unless `drop` comes first. So long the transfer owns the pages.
         """
         ids = pack_ids(token_ids)
         ask = Borrow(unit=unit, num_cached_pages=num_cached_pages, token_ids=ids, cache_salt=cache_salt)
         try:
             link = self._link(peer)
         except TransferError as error:
-            self._events.append(LoanOver(unit, num_cached_pages, 0, str(error)))
+            self._events.append(LoanOver(unit, num_cached_pages, 0, 0.0, str(error)))
             return
-        self._begin(link, Transfer(ask, peer.epoch, tuple(pages)))
+        self._begin(link, Transfer(ask, peer.epoch, tuple(pages), until=until))
 
-    def drop(self, unit: Unit, reason: str) -> int:
-        """Give up the claim. No event follows, and the caller owns the pages again at once. Return how many of its
-        first pages are in our pool and checked. Unknown units are ignored: 0."""
+    def drop(self, unit: Unit, reason: str) -> None:
+        """Give up the claim. No event follows, and the caller owns the pages again at once. Unknown units are
+        ignored."""
         transfer = self._transfers.get(unit)
-        if transfer is None:
-            return 0
-        self._forget(transfer)
-        self._links.by_epoch[transfer.epoch].send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
-        return transfer.num_leading
+        if transfer is not None:
+            self._forget(transfer)
+            self._links.by_epoch[transfer.epoch].send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
 
     def ask_offers(self, unit: Unit) -> bool:
         """Claim the unit again, so that the prefill node repeats its offers, if offers or the row are missing. Return
@@ -145,6 +144,7 @@ class HandoffClient:
         for link in self._links:
             if link.lost is not None:
                 self._close(link, link.lost)
+        self._end_late_loans()
         events, self._events = self._events, []
         return events
 
@@ -158,6 +158,8 @@ class HandoffClient:
         if self._has_more or self._events or any(link.lost is not None for link in self._links):
             return 0.0
         waits = [link.renewal_at - self.end.clock() for link in self._links if self._transfers_of(link)]
+        now = self.end.clock()
+        waits += [transfer.until - now for transfer in self._transfers.values() if transfer.is_loan]
         of_ranks = self._team.wait_s() if self._team.is_used else None
         if of_ranks is not None:
             waits.append(of_ranks)
@@ -244,9 +246,7 @@ class HandoffClient:
                 self._forget(transfer)
                 link.send(RevokeAck(unit=unit))
                 self._events.append(
-                    transfer.loan_over(self.end.schema, reason)
-                    if transfer.is_loan
-                    else Revoked(unit, finished, reason)
+                    self._loan_over(transfer, reason) if transfer.is_loan else Revoked(unit, finished, reason)
                 )
             case UnknownClaim(unit=unit):
                 self._transfer_of(link, unit)
@@ -331,7 +331,7 @@ class HandoffClient:
         del self._transfers[transfer.unit]
         link.send(Ack(unit=transfer.unit))
         if transfer.is_loan:
-            self._events.append(transfer.loan_over(self.end.schema))
+            self._events.append(self._loan_over(transfer))
             return
         name = link.transport.name if link.transport is not None else ""
         self._events.append(transfer.arrived(self.end.clock(), self.end.schema, name))
@@ -352,11 +352,16 @@ class HandoffClient:
         self._forget(transfer)
         if tell is not None:
             tell.send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
-        self._events.append(
-            transfer.loan_over(self.end.schema, reason)
-            if transfer.is_loan
-            else TransferFailed(unit, reason, is_refused, code)
-        )
+        failed = TransferFailed(unit, reason, is_refused, code)
+        self._events.append(self._loan_over(transfer, reason) if transfer.is_loan else failed)
+
+    def _end_late_loans(self) -> None:
+        now = self.end.clock()
+        for transfer in [each for each in self._transfers.values() if each.until <= now]:
+            self._fail(transfer.unit, "its time is over", tell=self._links.by_epoch[transfer.epoch])
+
+    def _loan_over(self, transfer: Transfer, reason: str = "") -> LoanOver:
+        return transfer.loan_over(self.end.clock(), self.end.schema, reason)
 
     def _forget(self, transfer: Transfer) -> None:
         del self._transfers[transfer.unit]

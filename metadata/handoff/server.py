@@ -184,8 +184,9 @@ class HandoffServer:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""
         if self._has_more or self._failed or self._loans.has_due:
             return 0.0
-        deadlines = [each for each in (self._book.next_deadline(), self._loans.book.next_deadline()) if each is not None]
-        return max(0.0, min(deadlines) - self.end.clock()) if deadlines else None
+        deadlines = (book.next_deadline() for book in (self._book, self._loans.book))
+        deadline = min((each for each in deadlines if each is not None), default=None)
+        return None if deadline is None else max(0.0, deadline - self.end.clock())
 
     def allow_for(self, round_trip_s: float) -> None:
         """Let leases last longer, since a message to the router and back takes so long, or one to a decode node."""
@@ -218,7 +219,8 @@ class HandoffServer:
     def _handle(self, holder: Holder, message: ToPrefill) -> int:
         """Answer one message. Return how many bytes of pages were copied. Raises ProtocolError."""
         if isinstance(message, LinkHello):
-            self._links.send(holder, self._links.peers.meet(holder, message, self._book.holders | self._loans.book.holders))
+            busy = self._book.holders | self._loans.book.holders
+            self._links.send(holder, self._links.peers.meet(holder, message, busy))
             return 0
         peer = self._links.peer(holder, message)
         if peer.part is not None and not isinstance(message, Pull):

@@ -7,6 +7,7 @@ TransferFailed, or `drop`) the transfer owns our target pages; tickets.py says w
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -66,6 +67,7 @@ class LoanOver(NamedTuple):
     unit: Unit
     num_pages: int
     num_bytes: int  # that have travelled for them
+    moving_s: float  # seconds in which a page was offered and had not arrived
     reason: str = ""
 
 
@@ -81,6 +83,7 @@ class Transfer:
     epoch: str  # the peer's
     pages: tuple[int, ...]
     num_tails: int = 0  # of `pages`, the last ones, which are tail pages
+    until: float = math.inf  # when a loan is given up
     row: bytes | None = None
     num_asked: int = 0  # how often missing offers were asked for
     num_passed_over: int = 0  # how often the peer sent something after that, but not all that is missing
@@ -169,10 +172,12 @@ class Transfer:
             self.moving_s += now - self._moving_since
             self._moving_since = None
 
-    def loan_over(self, schema: HandoffSchema, reason: str = "") -> LoanOver:
+    def loan_over(self, now: float, schema: HandoffSchema, reason: str = "") -> LoanOver:
         """Return the event for this loan, which ends now."""
+        self.stop_clock(now)
         num_pages = self.num_leading
-        return LoanOver(self.unit, num_pages, (num_pages - self.num_cached_pages) * page_bytes(schema), reason)
+        num_bytes = (num_pages - self.num_cached_pages) * page_bytes(schema)
+        return LoanOver(self.unit, num_pages, num_bytes, self.moving_s, reason)
 
     def arrived(self, now: float, schema: HandoffSchema, transport: str) -> Arrived:
         """Return the event for this whole transfer, which ends now."""

@@ -381,6 +381,8 @@ class Dispatcher:
         if place.decode is None:
             self._dispatch(entry, attempt, now)
             return True
+        if place.prefill is None:
+            attempt.lender = self._placement.lender(place.decode, entry, now)
         message = self.reservations.begin(entry, attempt, place.decode, now)
         if place.prefill is None:
             attempt.num_uncached = self._placement.begin_prompt(place.decode, entry, attempt.number, now)
@@ -454,6 +456,7 @@ class Dispatcher:
         attempt.dispatched = True
         attempt.sent_at = now
         if prefill is not None:
+            attempt.lender = self._placement.lender(prefill, entry, now)
             attempt.num_uncached = self._placement.begin_prompt(prefill, entry, attempt.number, now)
         if request.dispatched_at is None:
             request.dispatched_at = now
@@ -488,6 +491,7 @@ class Dispatcher:
             choices=choices,
             request=request.wire_request(choices[0]),
             decode=attempt.decode.peer_of(prefill) if attempt.decode is not None else None,
+            lender=attempt.lender,
         )
         self._effects.append(Send(prefill, message))
 

@@ -64,7 +64,7 @@ def make_server(
     cache: LendingCache | None = None,
     **more: Any,
 ) -> tuple[HandoffServer, list[Any]]:
-    """Return the node and its pools. `has_gpu`: the pools are on a FakeDevice. `cache`: it lends pages of this cache."""
+    """Return the node and its pools. `has_gpu`: the pools are on a FakeDevice. `cache`: its pages are lent."""
     defaults = {"node_id": "p0", "epoch": epoch, "transports": ("cuda", "local", "zmq")}
     end, pools = _make_endpoint(schema, num_pages, seed, has_gpu, defaults | more)
     return HandoffServer(end, bind_host, lease_s=lease_s, cache=cache), pools
