@@ -40,12 +40,12 @@ import msgspec
 from ..engine.progress import ProgressBar
 from ..engine.rounds.executor import Executor
 from ..engine.rounds.rounds import LocalChunk, Rounds
-from ..engine.state.borrower import Borrower
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import Accepted, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, RoundOutOfMemory
+from ..metadata.handoff.borrower import Borrower
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer

@@ -36,11 +36,11 @@ from ..engine.pace.padding import measure_prompt
 from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
 from ..engine.sampling.state import ended
-from ..engine.state.borrower import Borrower
 from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import OutOfMemory, RequestError
+from ..metadata.handoff.borrower import Borrower
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer

@@ -26,7 +26,6 @@ import zmq
 
 from ..cache.changes import WatchedCache
 from ..errors import Refused
-from ..handoff.data_links import LinksEnd
 from ..service_manager import has_manager, notify
 from ..wire.membership import (
     IDLE,
@@ -72,6 +71,24 @@ class PageLedger(WatchedCache, Protocol):
         ...
 
 
+class DataLink(Protocol):
+    """The node's ends of the data links, or one of them."""
+
+    def wait_s(self) -> float | None:
+        """Return how many seconds the node may sleep at most; None: no limit."""
+        ...
+
+    def sockets(self) -> Sequence[zmq.Socket[bytes] | int]:
+        """Return the sockets, or their file descriptors, that wake the node besides the router's."""
+        ...
+
+    def allow_for(self, round_trip_s: float) -> None:
+        """Give peers more time, since a message to the router and back takes so long."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Member(Protocol):
     """The interface of a node that its membership uses."""
 
@@ -84,7 +101,7 @@ class Member(Protocol):
     def cache(self) -> PageLedger: ...
 
     @property
-    def links(self) -> LinksEnd:
+    def links(self) -> DataLink:
         """The node's data links."""
         ...
 

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import zmq
 
-
-class LinksEnd(Protocol):
-    """One end: a `HandoffServer` or a `HandoffClient`."""
-
-    def wait_s(self) -> float | None:
-        """Return how many seconds the node may sleep at most; None: no limit."""
-        ...
-
-    def sockets(self) -> Sequence[zmq.Socket[bytes] | int]:
-        """Return the sockets, or their file descriptors, that wake the node."""
-        ...
-
-    def allow_for(self, round_trip_s: float) -> None:
-        """Give peers more time, since a message to the router and back takes so long."""
-        ...
-
-    def close(self) -> None: ...
+from ..bus.membership import DataLink
 
 
 class DataLinks:
     """Both ends of a node, in the interface of one. None: the node has no such end."""
 
-    def __init__(self, *ends: LinksEnd | None) -> None:
+    def __init__(self, *ends: DataLink | None) -> None:
         self._ends = [end for end in ends if end is not None]
 
     def wait_s(self) -> float | None:

@@ -236,7 +236,8 @@ class HandoffServer:
                 for unit in self._loans.book.renew(self._book.renew(units, holder), holder):
                     self._send_revoke(holder, unit, "prefill has no such ticket any more")
             case Ack(unit=unit):
-                self._book.ack(unit, holder) or self._loans.book.ack(unit, holder)
+                if not self._book.ack(unit, holder):
+                    self._loans.book.ack(unit, holder)
             case Drop(unit=unit, reason=reason):
                 self._end(unit, holder, "dropped", reason)
             case RevokeAck(unit=unit):

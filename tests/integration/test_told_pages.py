@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from cluster import Cluster, wait_until
+
+from baton.metadata.handoff.borrower import FIRST_S
 
 HISTORY = "the quick brown fox jumps over the lazy dog, and then it sleeps. " * 8
 
@@ -45,7 +47,6 @@ def test_the_next_turn_goes_to_the_node_with_its_pages_also_after_a_restart_of_t
     assert ask(cluster, turn)[1] == 0
 
 
-@pytest.mark.timing
 def test_the_next_turn_borrows_what_the_decode_node_wrote(new_cluster: Callable[..., Cluster]) -> None:
     """The prefill node has the prompt of the first turn, and the decode node the answer, too."""
     cluster = new_cluster().start(prefill=1, decode=1)
@@ -58,7 +59,9 @@ def test_the_next_turn_borrows_what_the_decode_node_wrote(new_cluster: Callable[
     wait_until(lambda: told(cluster, "decode-0") == pages, "the node has told the answer's pages")
     turn = [*history, *history[:5]]
     assert ask(cluster, turn, cache_salt="another")[1] == 0
+    begun = time.monotonic()
     text, num_found = ask(cluster, turn)
-    assert num_found == num_cached
+    if time.monotonic() - begun < FIRST_S:  # otherwise it may have been sooner to compute them
+        assert num_found == num_cached
     cluster.ledger(flush=True)
     assert ask(cluster, turn) == (text, 0)

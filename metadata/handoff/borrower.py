@@ -13,20 +13,45 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from ...metadata.estimate import Estimate, Fading
-from ...metadata.handoff.client import HandoffClient
-from ...metadata.handoff.transfer import LoanOver
-from ...metadata.wire.messages import Borrow
-from ...metadata.wire.node_info import Lender
-from ...metadata.wire.request import Unit
-from .prefix_cache import Lease, PrefixCache
+from ..estimate import Estimate, Fading
+from ..wire.messages import Borrow
+from ..wire.node_info import Lender
+from ..wire.request import Unit
+from .client import HandoffClient
+from .transfer import LoanOver
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN_TOKEN_S = 1e-3  # in which a node is thought to compute a token before it has computed any
 FIRST_S = 0.5  # that the first loan of a lender may take: a link is opened for it
 MAX_LENDERS = 1024  # whose times are remembered
+
+
+class CacheLease(Protocol):
+    """References on the cached pages of a prompt."""
+
+    @property
+    def salt(self) -> str: ...
+    @property
+    def pages(self) -> list[int]: ...
+
+
+L = TypeVar("L", bound=CacheLease)
+L_contra = TypeVar("L_contra", bound=CacheLease, contravariant=True)
+
+
+class BorrowingCache(Protocol[L_contra]):
+    """The prefix cache of the node that borrows (engine/state/prefix_cache.py)."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def lookahead(self) -> int: ...
+    def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str, lease: L_contra) -> object:
+        """Give pages of a prompt to the cache, and extend its lease by them."""
+        ...
 
 
 def _estimate() -> Estimate:
@@ -48,30 +73,30 @@ class _LenderTimes:
 
 
 @dataclass(slots=True)
-class _Loan:
+class _Loan(Generic[L]):
     lender: Lender
     token_ids: Sequence[int]  # those of the pages that are wanted, and the next ones by which a page is keyed
     pages: Sequence[int]  # of this node, from the start of the prompt
-    lease: Lease
+    lease: L
     num_pages: int  # the first ones that are here
     asked_at: float
     until: float
 
 
-class Borrower:
+class Borrower(Generic[L]):
     """The loans that one node has taken. `token_s` returns the seconds in which it computes a token of a prompt now;
     0: unknown."""
 
-    def __init__(self, cache: PrefixCache, client: HandoffClient, token_s: Callable[[], float]) -> None:
+    def __init__(self, cache: BorrowingCache[L], client: HandoffClient, token_s: Callable[[], float]) -> None:
         self._cache, self._client, self._token_s = cache, client, token_s
-        self._loans: dict[Unit, _Loan] = {}
+        self._loans: dict[Unit, _Loan[L]] = {}
         self._over: list[Unit] = []  # whose end `poll` has not told
         self._times: dict[str, _LenderTimes] = {}  # by epoch of the lender
         self.num_pages = self.num_bytes = 0  # borrowed since the start
         self.seconds = 0.0  # in which they moved
 
     def begin(
-        self, unit: Unit, lender: Lender, token_ids: Sequence[int], pages: Sequence[int], lease: Lease, most: int
+        self, unit: Unit, lender: Lender, token_ids: Sequence[int], pages: Sequence[int], lease: L, most: int
     ) -> bool:
         """Borrow pages of a prompt if that is sooner than to compute their tokens. Return whether the node does: then
         `take` names the unit later, unless `drop` comes first.
@@ -135,11 +160,11 @@ class Borrower:
         """Return the units of all loans."""
         return list(self._loans)
 
-    def _ask(self, unit: Unit, loan: _Loan) -> None:
+    def _ask(self, unit: Unit, loan: _Loan[L]) -> None:
         where = loan.lender.peer, loan.num_pages, loan.pages
         self._client.borrow(unit, *where, loan.token_ids, loan.lease.salt, loan.until)
 
-    def _land(self, loan: _Loan, num_pages: int) -> None:
+    def _land(self, loan: _Loan[L], num_pages: int) -> None:
         """Give pages that have come to the prefix cache."""
         if num_pages > loan.num_pages:
             self.num_pages += num_pages - loan.num_pages
