@@ -12,7 +12,7 @@ from ..engine.ranks.processes import RankProcesses
 from ..engine.ranks.ranked_engine import RankedEngine, start_ranks
 from ..engine.rounds.device_executor import executor_of
 from ..engine.rounds.executor import Executor
-from ..engine.startup import check_bind_host, load_engine, load_keys, make_endpoint, node_id, serve
+from ..engine.startup import address_for_peers, check_bind_host, load_engine, load_keys, make_endpoint, node_id, serve
 from ..metadata.bus.addresses import address_of_rank
 from ..metadata.bus.descriptors import raise_limit
 from ..metadata.bus.membership import Membership
@@ -73,5 +73,5 @@ def _serve(config: DecodeConfig, rank: int, name: str, engine: Engine, ranked: R
             max_gap_s=config.max_gap_s,
         )
 
-    data_address = "" if server is None else server.address
+    data_address = "" if server is None else address_for_peers(config, server.address)
     return serve(config, name, "decode", engine, keys, epoch, data_address, make_node, ranks, borrows=exchanges)

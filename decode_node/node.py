@@ -45,7 +45,7 @@ from ..engine.work import Accepted, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, RoundOutOfMemory
-from ..metadata.handoff.borrower import Borrower
+from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
@@ -229,6 +229,8 @@ class DecodeNode:
 
     def stats(self) -> NodeStats:
         counts, rounds = self._counts, self.rounds.stats
+        borrowed = BorrowTotals() if self._borrower is None else self._borrower.totals
+        ends = [end for end in (self.handoff, self._server) if end is not None]
         return NodeStats(
             steps=counts.steps,
             prompt_tokens=counts.prompt_tokens,
@@ -236,12 +238,13 @@ class DecodeNode:
             computed_tokens=counts.computed_tokens,
             generated_tokens=counts.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
-            pages_moved=counts.pages_moved,
-            bytes_moved=counts.bytes_moved,
+            borrowed_tokens=borrowed.num_pages * self.cache.pool.page_size,
+            pages_moved=counts.pages_moved + borrowed.num_pages,
+            bytes_moved=counts.bytes_moved + borrowed.num_bytes,
             checksum_failures=self.handoff.num_checksum_failures,
-            dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
+            dropped_frames=self.membership.dropped_frames + sum(end.dropped.count for end in ends),
             cache_changes=self.cache.num_changes,
-            transfer_seconds=counts.transfer_seconds,
+            transfer_seconds=counts.transfer_seconds + borrowed.seconds,
             num_rounds=rounds.num_verified,
             num_drafted=rounds.num_drafted,
             accepted_at=tuple(rounds.accepted_at),

@@ -261,6 +261,13 @@ def check_bind_host(config: EngineConfig) -> None:
     load_keys(config, *map(any_port_of, ends))
 
 
+def address_for_peers(config: EngineConfig, address: str) -> str:
+    """Return the address at which a decode node tells other nodes to borrow its pages. It is empty if the router is on
+    another host and `address` is loopback, since nodes of other hosts would not reach it."""
+    is_loopback, router = parse_address(address).is_loopback, host_towards(router_entries(config.router)[0])
+    return "" if is_loopback and not parse_address(any_port_of(router)).is_loopback else address
+
+
 def make_endpoint(
     config: EngineConfig,
     name: str,

@@ -40,7 +40,7 @@ from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import OutOfMemory, RequestError
-from ..metadata.handoff.borrower import Borrower
+from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
@@ -149,13 +149,20 @@ class PrefillNode:
 
     def stats(self) -> NodeStats:
         counts = self._counts
+        ends = [end for end in (self.handoff, self._client) if end is not None]
+        borrowed = BorrowTotals() if self._borrower is None else self._borrower.totals
         return NodeStats(
             steps=counts.steps,
             prompt_tokens=counts.prompt_tokens,
             computed_tokens=counts.computed_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
-            dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
+            borrowed_tokens=borrowed.num_pages * self.cache.page_size,
+            pages_moved=borrowed.num_pages,
+            bytes_moved=borrowed.num_bytes,
+            transfer_seconds=borrowed.seconds,
+            checksum_failures=0 if self._client is None else self._client.num_checksum_failures,
+            dropped_frames=self.membership.dropped_frames + sum(end.dropped.count for end in ends),
             cache_changes=self.cache.num_changes,
         )
 

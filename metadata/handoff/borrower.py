@@ -73,6 +73,21 @@ class _LenderTimes:
 
 
 @dataclass(slots=True)
+class BorrowTotals:
+    """What has been borrowed since the start: pages, bytes, and seconds in which they moved."""
+
+    num_pages: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_pages: int, over: LoanOver) -> None:
+        """Add a loan."""
+        self.num_pages += num_pages
+        self.num_bytes += over.num_bytes
+        self.seconds += over.moving_s
+
+
+@dataclass(slots=True)
 class _Loan(Generic[L]):
     lender: Lender
     token_ids: Sequence[int]  # those of the pages that are wanted, and the next ones by which a page is keyed
@@ -92,8 +107,7 @@ class Borrower(Generic[L]):
         self._loans: dict[Unit, _Loan[L]] = {}
         self._over: list[Unit] = []  # whose end `poll` has not told
         self._times: dict[str, _LenderTimes] = {}  # by epoch of the lender
-        self.num_pages = self.num_bytes = 0  # borrowed since the start
-        self.seconds = 0.0  # in which they moved
+        self.totals = BorrowTotals()
 
     def begin(
         self, unit: Unit, lender: Lender, token_ids: Sequence[int], pages: Sequence[int], lease: L, most: int
@@ -140,8 +154,7 @@ class Borrower(Generic[L]):
         times.answer_s.observe(max(0.0, now - loan.asked_at - over.moving_s), now)
         if num_new:
             times.page_s.observe(over.moving_s / num_new, now)
-        self.num_bytes += over.num_bytes
-        self.seconds += over.moving_s
+        self.totals.add(num_new, over)
         self._land(loan, over.num_pages)
         if num_new and not over.reason and over.num_pages < len(loan.pages) and now < loan.until:
             loan.asked_at = now
@@ -167,7 +180,6 @@ class Borrower(Generic[L]):
     def _land(self, loan: _Loan[L], num_pages: int) -> None:
         """Give pages that have come to the prefix cache."""
         if num_pages > loan.num_pages:
-            self.num_pages += num_pages - loan.num_pages
             loan.num_pages = num_pages
             self._cache.insert(loan.token_ids, loan.pages[:num_pages], loan.lease.salt, loan.lease)
 

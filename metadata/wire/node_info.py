@@ -219,6 +219,7 @@ class NodeStats(Message, frozen=True):
     # by rank, if each has sequences of its own: rounds in which others had some and this one had none
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     cache_changes: Annotated[Count, Since(8)] = 0  # pages that the prefix cache stored or removed
+    borrowed_tokens: Annotated[Count, Since(8)] = 0  # of cached_tokens, by pages of another node
 
 
 class Service(Message, frozen=True):

@@ -462,7 +462,7 @@ class Dispatcher:
             request.dispatched_at = now
             request.charge_prompt(attempt.num_uncached)
         stage = "local prefill" if prefill is None else "prefill"
-        reason = "; ".join(filter(None, (attempt.place.clause, attempt.prefill_reason)))
+        reason = "; ".join(filter(None, (attempt.place.clause, attempt.prefill_reason, _loan_words(attempt))))
         request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt, reason)
         if attempt.number == 0 and not request.is_canary:
             self._metrics.dispatched(request, now)
@@ -767,6 +767,12 @@ class Dispatcher:
     def _send_unknown(self, peer: bytes, message: ToNode, protocol: int) -> bool:
         self._effects.append(SendUnknown(peer, message, protocol))
         return True
+
+
+def _loan_words(attempt: Attempt) -> str:
+    """Return which node may lend pages of the prompt, "" if none."""
+    lender = attempt.lender
+    return "" if lender is None else f"{lender.peer.node_id} may lend the first {lender.num_pages:,} pages"
 
 
 def _sequences(request: Request, choices: Iterable[int]) -> list[Sequence]:

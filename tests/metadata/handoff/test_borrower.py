@@ -82,7 +82,7 @@ def test_borrowed_pages_go_into_the_cache_and_the_lease(nodes: Nodes) -> None:
     lease = nodes.begin()
     assert lease is not None and nodes.run() == [unit()]
     assert lease.pages == nodes.pages[:11]
-    assert nodes.borrower.num_pages == 11
+    assert nodes.borrower.totals.num_pages == 11
     nodes.ours.release(lease, nodes.pages)
     assert nodes.ours.match(TEXT, "", 11) == 11
 
