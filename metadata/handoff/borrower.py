@@ -156,7 +156,8 @@ class Borrower(Generic[L]):
             times.page_s.observe(over.moving_s / num_new, now)
         self.totals.add(num_new, over)
         self._land(loan, over.num_pages)
-        if num_new and not over.reason and over.num_pages < len(loan.pages) and now < loan.until:
+        num_told = min(len(loan.pages), loan.lender.num_pages)
+        if num_new and not over.reason and over.num_pages < num_told and now < loan.until:
             loan.asked_at = now
             self._ask(unit, loan)
             return None
