@@ -52,7 +52,7 @@ class SequencePages:
         num_tails = 0 if is_pulled else self._num_tails
         end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
         num_pages = pages_of(end, self._page_size)
-        prefix = sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails
+        prefix = sequence.token_ids, sequence.salt, self.most_cached(sequence), num_tails
         sequence.restore(self._cache.restore(*prefix, num_pages=num_pages + headroom) * self._page_size)
         lease = self._cache.acquire(*prefix)
         tail = self._begin_tail(num_tokens, lease, is_pulled=is_pulled)
@@ -73,7 +73,7 @@ class SequencePages:
 
     def fetch(self, sequence: Sequence) -> None:
         """Begin to read files of a local prompt, if that is sooner than to compute its tokens."""
-        limit = self._most_cached(sequence)
+        limit = self.most_cached(sequence)
         sequence.fetch = self._cache.fetch(sequence.token_ids, sequence.salt, limit, self._num_tails)
 
     def awaits_files(self, sequence: Sequence) -> bool:
@@ -148,7 +148,7 @@ class SequencePages:
         num_leased = len(sequence.lease.pages)
         if num_before != num_leased * self._page_size:
             return 0
-        prefix = sequence.token_ids, sequence.salt, self._most_cached(sequence), self._num_tails
+        prefix = sequence.token_ids, sequence.salt, self.most_cached(sequence), self._num_tails
         if self._cache.match(*prefix) <= num_leased and not self._cache.may_restore(*prefix):
             return 0
         self._free(sequence, len(sequence.pages))
@@ -241,7 +241,7 @@ class SequencePages:
         num_full = max(0, sequence.num_computed // self._page_size - first)
         return self._cache.give_tails(sequence.lease, first, tails[:num_full], end) if tails else []
 
-    def _most_cached(self, sequence: Sequence) -> int:
+    def most_cached(self, sequence: Sequence) -> int:
         """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are
         computed."""
         if sequence.prompt_scores is None:

@@ -15,7 +15,7 @@ from ..engine.state.prefix_cache import Lease
 from ..engine.state.tail_pages import TailPages
 from ..engine.tiers.disk_tier import Fetch
 from ..metadata.wire.messages import Prefill
-from ..metadata.wire.node_info import Peer
+from ..metadata.wire.node_info import Lender, Peer
 from ..metadata.wire.request import (
     MAX_CHUNKS,
     ChunkTimes,
@@ -56,6 +56,7 @@ class Request:
     kept_tails: list[int] | None = None  # the tail pages that are its own when all is submitted; None: before
     copies: list[int] = field(default_factory=list)  # of the unshared pages, for all choices but the first
     tail_copies: list[int] = field(default_factory=list)  # likewise of their tail pages, if the drafter has KV there
+    lender: Lender | None = None  # another node that has pages of the prompt
     num_cached: int = 0
     fetch: Fetch | None = None  # files of its prefix that are read; None: it waits for none
     num_restored: int = 0  # tokens of these that came from the host tier
@@ -69,6 +70,11 @@ class Request:
     sample_s: float = 0.0
     _chunks: list[ChunkTimes] = field(default_factory=list)  # at most MAX_CHUNKS: neighbours are joined
     _idle_since: float = 0.0
+
+    @property
+    def loan(self) -> Unit:
+        """The name of the loan by which it borrows pages."""
+        return Unit(self.rid, 0, self.attempt)
 
     @property
     def cache_salt(self) -> str:
@@ -127,6 +133,12 @@ class Request:
         self.num_shared, self.tail, self.tail_copies = num_shared, tail, list(tail_copies)
         self.num_submitted = self.num_computed = self.num_cached = num_cached
         self.started = self._idle_since = time.monotonic()
+
+    def skip_borrowed(self, page_size: int) -> None:
+        """Record that the lease covers pages that other nodes have lent, and that need not be computed."""
+        assert self.lease is not None and self.num_submitted == self.num_cached, (self.rid, self.num_submitted)
+        self.num_submitted = self.num_computed = self.num_cached = len(self.lease.pages) * page_size
+        self._idle_since = time.monotonic()
 
     @property
     def own_tails(self) -> list[int]:
@@ -212,4 +224,5 @@ def new_request(message: Prefill, *, key: int, vocab_size: int, context_len: int
         token_ids=prompt_ids + received_ids,
         arrived=time.monotonic(),
         router=message.router_epoch,
+        lender=message.lender,
     )

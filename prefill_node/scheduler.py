@@ -1,7 +1,8 @@
 """The prefill scheduler: decides which prompts a step computes, and owns their pages.
 
     submit --> waiting --start--> computing --(all submitted)--> handing_over --(last ticket ended)--> done
-                 (no pages)        (all its pages)               (all its pages)
+                 (no pages)       | (all its pages) ^            (all its pages)
+                                  '--> borrowing ---'
 
 A prompt starts only when the pool can hold all of it. Prompts start in the order in which they came. The decode node
 has reserved its pages before a prompt comes here, so every ticket ends, and no prompt waits for ever.
@@ -11,6 +12,7 @@ chunk_length.py decides how many tokens a step computes, and how many prompts sh
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -65,6 +67,7 @@ class PrefillScheduler:
         self.chunk_tokens = chunk_tokens
         self.waiting: deque[Request] = deque()
         self.computing: list[Request] = []  # oldest first
+        self.borrowing: list[Request] = []  # pages of other nodes are on the way for them
         self.handing_over: list[Request] = []
 
     def share_up_to(self, num_tokens: int | None) -> None:
@@ -82,7 +85,7 @@ class PrefillScheduler:
         by. Return the requests that start now."""
         started: list[Request] = []
         for request in [each for each in self.waiting if not self.cache.is_awaited(each.fetch)]:
-            if len(self.computing) >= self.max_running or not self._take_pages(request):
+            if self._num_started >= self.max_running or not self._take_pages(request):
                 break
             self.waiting.remove(request)
             self.computing.append(request)
@@ -93,6 +96,17 @@ class PrefillScheduler:
     def is_fetching(self) -> bool:
         """Whether a waiting request awaits pages from files."""
         return any(self.cache.is_awaited(request.fetch) for request in self.waiting)
+
+    def await_loan(self, request: Request) -> None:
+        """Compute nothing of a request that has just started until `end_loan`: it borrows pages."""
+        self.computing.remove(request)
+        self.borrowing.append(request)
+
+    def end_loan(self, request: Request) -> None:
+        """Compute what the request has not borrowed."""
+        self.borrowing.remove(request)
+        request.skip_borrowed(self.page_size)
+        bisect.insort(self.computing, request, key=_age)
 
     def plan(self) -> StepPlan:
         """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first. If they are tokens of
@@ -133,7 +147,7 @@ class PrefillScheduler:
 
     def stop(self, request: Request) -> None:
         """Compute no more of a request that has no choices left. It keeps its pages until its tickets end."""
-        for queue in (self.waiting, self.computing):
+        for queue in (self.waiting, self.borrowing, self.computing):
             if request in queue:
                 queue.remove(request)
                 self.handing_over.append(request)
@@ -141,7 +155,7 @@ class PrefillScheduler:
     def remove(self, request: Request) -> None:
         """Free all that the request holds, in any phase. None of its tickets may be open any more."""
         assert not request.tickets, (request.rid, request.tickets)
-        for queue in (self.waiting, self.computing, self.handing_over):
+        for queue in (self.waiting, self.borrowing, self.computing, self.handing_over):
             if request in queue:
                 queue.remove(request)
         if request.lease is not None:
@@ -162,11 +176,15 @@ class PrefillScheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to compute."""
-        queued = (*self.waiting, *self.computing)
+        queued = (*self.waiting, *self.borrowing, *self.computing)
         return sum(len(request.token_ids) - request.num_submitted for request in queued)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from (*self.waiting, *self.computing, *self.handing_over)
+        yield from (*self.waiting, *self.borrowing, *self.computing, *self.handing_over)
+
+    @property
+    def _num_started(self) -> int:
+        return len(self.computing) + len(self.borrowing)
 
     def _budget(self) -> int:
         """Return how many tokens the next chunk may have."""
@@ -218,12 +236,16 @@ class PrefillScheduler:
 
     def _prefix(self, request: Request) -> tuple[list[int], str, int, int]:
         """Return what the request looks for in the prefix cache, as the arguments of `PrefixCache.acquire`."""
-        return request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
+        return request.token_ids, request.cache_salt, self.most_cached(request), self._tails_before
 
-    def _most_cached(self, request: Request) -> int:
+    def most_cached(self, request: Request) -> int:
         """Return how many pages may come from the prefix cache. A request that asks for log-probabilities of its prompt
         computes every position."""
         return 0 if request.generation.prompt_logprobs else (len(request.token_ids) - 1) // self.page_size
+
+
+def _age(request: Request) -> int:
+    return request.key
 
 
 def _owner(request: Request) -> Owner:

@@ -76,7 +76,7 @@ class PageLedger(WatchedCache, Protocol):
 
 
 class DataLink(Protocol):
-    """The node's end of the data links."""
+    """The node's ends of the data links, or one of them."""
 
     def wait_s(self) -> float | None:
         """Return how many seconds the node may sleep at most; None: no limit."""
@@ -105,7 +105,9 @@ class Member(Protocol):
     def cache(self) -> PageLedger: ...
 
     @property
-    def handoff(self) -> DataLink: ...
+    def links(self) -> DataLink:
+        """The node's data links."""
+        ...
 
     def load(self) -> Load: ...
 
@@ -222,7 +224,7 @@ class Membership:
             for channel in self._channels:
                 channel.heartbeat.report(load, stats, self._service)
             trips_s = (channel.heartbeat.round_trip_s for channel in self._channels)
-            self.member.handoff.allow_for(max(trips_s, default=0.0))
+            self.member.links.allow_for(max(trips_s, default=0.0))
         for channel in self._channels:
             channel.news.tell(now)
 
@@ -232,10 +234,10 @@ class Membership:
         self.enter(IDLE, IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        for zmq_socket in (*(each.link.socket for each in self._channels), *self.member.handoff.sockets(), *also):
+        for zmq_socket in (*(each.link.socket for each in self._channels), *self.member.links.sockets(), *also):
             poller.register(zmq_socket, zmq.POLLIN)
         now = time.monotonic()
-        waits_s = [self.member.handoff.wait_s(), *(channel.news.wait_s(now) for channel in self._channels)]
+        waits_s = [self.member.links.wait_s(), *(channel.news.wait_s(now) for channel in self._channels)]
         wait_s = min((each for each in waits_s if each is not None), default=IDLE_WAIT_S)
         poller.poll(max(0, math.ceil(1000 * min(IDLE_WAIT_S, wait_s))))
         with contextlib.suppress(BlockingIOError):

@@ -57,6 +57,7 @@ class Hello(Message, frozen=True, tag="hello"):
     place: Annotated[GroupRank | None, Since(7)] = None  # None: the node is no rank of a group
     commit: Annotated[Digest, Since(8)] = ""  # of the repository that the model is of; "": it is of none
     proven: Annotated[Epochs, Since(8)] = ()  # what the last router said (Proven)
+    borrows: Annotated[bool, Since(8)] = False  # it borrows cached pages; with a data_address it lends its own
 
     @property
     def unit(self) -> str:

@@ -131,6 +131,13 @@ class Peer(Message, frozen=True):
     protocol: Annotated[Index, Since(6)] = 0  # both nodes address each other in it; 0: the router does not say
 
 
+class Lender(Message, frozen=True):
+    """A node from which another one may borrow pages of a prompt."""
+
+    peer: Peer
+    num_pages: Count  # leading pages of the prompt that it has told to be in its prefix cache
+
+
 class Capacity(Message, frozen=True):
     """Fixed sizes of a node. A pool has more tail pages than any one request uses."""
 
@@ -236,6 +243,7 @@ class NodeStats(Message, frozen=True):
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     cache_changes: Annotated[Count, Since(8)] = 0  # pages that the prefix cache stored or removed
     host: Annotated[HostFigures | None, Since(8)] = None  # None: it has no host tier
+    borrowed_tokens: Annotated[Count, Since(8)] = 0  # of cached_tokens, by pages of another node
 
 
 class Service(Message, frozen=True):

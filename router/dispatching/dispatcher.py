@@ -381,6 +381,8 @@ class Dispatcher:
         if place.decode is None:
             self._dispatch(entry, attempt, now)
             return True
+        if place.prefill is None:
+            attempt.lender = self._placement.lender(place.decode, entry, now)
         message = self.reservations.begin(entry, attempt, place.decode, now)
         if place.prefill is None:
             attempt.num_uncached = self._placement.begin_prompt(place.decode, entry, attempt.number, now)
@@ -454,12 +456,13 @@ class Dispatcher:
         attempt.dispatched = True
         attempt.sent_at = now
         if prefill is not None:
+            attempt.lender = self._placement.lender(prefill, entry, now)
             attempt.num_uncached = self._placement.begin_prompt(prefill, entry, attempt.number, now)
         if request.dispatched_at is None:
             request.dispatched_at = now
             request.charge_prompt(attempt.num_uncached)
         stage = "local prefill" if prefill is None else "prefill"
-        reason = "; ".join(filter(None, (attempt.place.clause, attempt.prefill_reason)))
+        reason = "; ".join(filter(None, (attempt.place.clause, attempt.prefill_reason, _loan_words(attempt))))
         request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt, reason)
         if attempt.number == 0 and not request.is_canary:
             self._metrics.dispatched(request, now)
@@ -488,6 +491,7 @@ class Dispatcher:
             choices=choices,
             request=request.wire_request(choices[0]),
             decode=attempt.decode.peer_of(prefill) if attempt.decode is not None else None,
+            lender=attempt.lender,
         )
         self._effects.append(Send(prefill, message))
 
@@ -763,6 +767,12 @@ class Dispatcher:
     def _send_unknown(self, peer: bytes, message: ToNode, protocol: int) -> bool:
         self._effects.append(SendUnknown(peer, message, protocol))
         return True
+
+
+def _loan_words(attempt: Attempt) -> str:
+    """Return which node may lend pages of the prompt, "" if none."""
+    lender = attempt.lender
+    return "" if lender is None else f"{lender.peer.node_id} may lend the first {lender.num_pages:,} pages"
 
 
 def _sequences(request: Request, choices: Iterable[int]) -> list[Sequence]:

@@ -417,6 +417,11 @@ class Node:
         """Whether a protocol version exists that it, the other node and the router know."""
         return agreed(self.protocols, other.protocols) is not None
 
+    @property
+    def lends(self) -> bool:
+        """Whether other nodes can borrow pages of its prefix cache."""
+        return self.hello.borrows and bool(self.hello.data_address) and self._is_reachable
+
     def knows(self, kind: type[Message]) -> bool:
         """Whether a message of this type can be sent to it."""
         return kind.since <= self.protocol

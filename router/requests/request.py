@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from ...metadata.errors import BatonError, RequestError
 from ...metadata.handoff.schema.schema import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages, tail_pages
+from ...metadata.wire.node_info import Lender
 from ...metadata.wire.protocol import PROTOCOL_MIN, fields_since
 from ...metadata.wire.request import (
     Ended,
@@ -102,6 +103,7 @@ class Attempt:
         "decode",
         "dispatched",
         "is_learnt",
+        "lender",
         "num_asks",
         "num_uncached",
         "number",
@@ -125,6 +127,7 @@ class Attempt:
         self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
         self.placed_at = self.sent_at = now
         self.is_learnt = False  # its times have corrected the estimates of its role
+        self.lender: Lender | None = None  # from which the node that computes the prompt may borrow pages
         self.num_uncached = 0  # prompt tokens that it will probably compute
         self.num_asks = 0  # how often the decode node was asked for its pages
         self.ask_at = now  # when it is asked again

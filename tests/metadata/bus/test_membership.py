@@ -104,7 +104,7 @@ async def test_a_node_tells_each_router_its_cached_pages_and_begins_anew_if_aske
     membership = Membership(hello, addresses, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     cache, load = PrefixCache(PagePool(10, 4)), Load(free_pages=1, running=0, waiting=0)
     handoff = SimpleNamespace(allow_for=lambda _: None)
-    membership.member = SimpleNamespace(cache=cache, handoff=handoff, load=lambda: load, stats=NodeStats)  # type: ignore[assignment]
+    membership.member = SimpleNamespace(cache=cache, links=handoff, load=lambda: load, stats=NodeStats)  # type: ignore[assignment]
     try:
         for router in routers:
             router.page_key = router.epoch.encode()
