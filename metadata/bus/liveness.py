@@ -26,7 +26,8 @@ from ..wire.node_info import Load, NodeStats, Service
 from ..wire.protocol import PROTOCOL_MIN
 from .connections import TcpConnection, time_limit_s
 from .curve import KeyPair
-from .link import connect_dealer, router_key
+from .link import connect_dealer
+from .router_key import RouterKey
 from .sockets import HEARTBEAT_SUFFIX, UNACKNOWLEDGED_S, open_monitor, routing_id, send_frames
 
 HEARTBEAT_INTERVAL_S = 0.2
@@ -66,12 +67,13 @@ class HeartbeatThread:
         load: Load,
         interval_s: float = HEARTBEAT_INTERVAL_S,
         rank_silences_s: Callable[[], tuple[float, ...]] = tuple,
+        router_key: RouterKey | None = None,
     ) -> None:
-        """`rank_silences_s`: returns for how long each of the node's other ranks has been silent. The thread calls
-        it."""
+        """`router_key`: the link's; None: one of its own. `rank_silences_s`: returns for how long each of the node's
+        other ranks has been silent. The thread calls it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch) + HEARTBEAT_SUFFIX, keys
-        self._router_key = router_key(keys)
+        self._router_key = router_key or RouterKey(keys)
         try:
             self._socket, self._monitor = self._open()
         except BaseException:
@@ -120,8 +122,15 @@ class HeartbeatThread:
 
     def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return a socket that connects to the router, and one that tells when the connection closes."""
+        self._expected = self._router_key.current
         socket = connect_dealer(
-            self._context, self._address, self._identity, self._keys, max_frame=_MAX_FRAME_BYTES, is_immediate=True
+            self._context,
+            self._address,
+            self._identity,
+            self._keys,
+            self._expected,
+            max_frame=_MAX_FRAME_BYTES,
+            is_immediate=True,
         )
         try:
             return socket, open_monitor(socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
@@ -149,7 +158,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         while True:
-            if self._router_key is not None and self._router_key.is_replaced():
+            if self._router_key.current != self._expected:
                 self._close_sockets()
                 self._socket, self._monitor = self._open()
                 self._num_lost, self._connection = self._agreed.num_welcomes, None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from key_files import Listed
 from patience import until
 
 from baton.engine.state.pages import Owner, PagePool
@@ -275,3 +277,31 @@ async def test_a_new_address_of_a_name_gets_a_channel_and_an_old_one_goes_with_i
     many.routers[0] = Router(PROTOCOL_MAX, "e2", first)
     many.node._addresses._found = {"name": (second, first)}
     await until(lambda: many.look() and many.node.routers == ["e1", "e2"])
+
+
+async def test_each_router_may_have_a_key_of_its_own(
+    hello: Hello, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says which of them is at an address. A router whose line is removed is left, with its work."""
+    monkeypatch.setattr("baton.metadata.bus.router_key.CHECK_S", 0.02)
+    listed = Listed(tmp_path / "list", "router", "router-a", "router-b", "n")
+    routers = [Router(PROTOCOL_MAX, f"e{at}", keys=listed.of(f"router-{name}")) for at, name in enumerate("ba")]
+    addresses = ",".join(router.hub.address for router in routers)
+    node = Membership(hello, addresses, lambda: None, listed.of("n"), 1.0)  # type: ignore[arg-type,return-value]
+    work: list[Any] = []
+    try:
+        node.start()
+        await until(lambda: work.extend(node.receive()) is None and node.routers == ["e0", "e1"])
+        assert work == []
+        listed.write("router", "router-a", "n")
+        await until(lambda: work.extend(node.receive()) is None and node.routers == ["e1"])
+        assert [each.router for each in work if isinstance(each, RouterGone)] == ["e0"]
+        await until(lambda: node.receive() is not None and node._channels[0].link.outlook == "refused")
+        words = node._channels[0]._why_unwelcome()
+        assert f"one of the keys of router, router-a in allow-list {listed.path}" in words
+        listed.write("router", "router-a", "router-b", "n")
+        await until(lambda: node.receive() is not None and node.routers == ["e0", "e1"])
+    finally:
+        node.close()
+        for router in routers:
+            router.hub.close()
