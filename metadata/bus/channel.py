@@ -15,6 +15,7 @@ from ..cache.news import CacheNews
 from ..wire.membership import Hello, TokenizerFile
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load
+from ..wire.protocol import Message
 from .curve import KeyPair
 from .link import Link, Outlook
 from .liveness import HeartbeatThread
@@ -106,6 +107,10 @@ class RouterChannel:
     def router(self) -> str | None:
         """The epoch of the router that has welcomed this node and is there; None: there is none."""
         return self._welcomed_by
+
+    def knows(self, kind: type[Message]) -> bool:
+        """Whether a message of this type can be sent to, or come from, the router."""
+        return kind.since <= self.session.protocol
 
     def start(self) -> None:
         """Say Hello and start the heartbeat."""

@@ -185,6 +185,12 @@ class Node:
         return self._beat.stats if self._beat is not None else NodeStats()
 
     @property
+    def canary_router(self) -> str:
+        """Epoch of the router that sends the node's routine canaries, as the node says; "": it has not said one."""
+        service = self._beat.service if self._beat is not None else None
+        return "" if service is None else service.canary_router
+
+    @property
     def last_seen(self) -> float:
         """Time of the last heartbeat, or of joining."""
         return self._last_seen

@@ -20,16 +20,19 @@ from baton.metadata.bus.membership import Membership
 from baton.metadata.errors import Refused
 from baton.metadata.wire.membership import (
     CachedPages,
+    CanaryTold,
     Hello,
     HelloAgain,
     Leaving,
+    Proven,
     Refusal,
     RouterHeartbeat,
+    TellCanary,
     TellPages,
     Welcome,
 )
 from baton.metadata.wire.messages import Cancelled, ToRouter
-from baton.metadata.wire.node_info import Load, NodeStats
+from baton.metadata.wire.node_info import CanaryOutcome, Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message
 
 
@@ -263,6 +266,34 @@ async def test_two_addresses_of_one_router_are_one_router(hello: Hello) -> None:
     finally:
         node.close()
         router.hub.close()
+
+
+async def test_one_router_sends_the_canaries_and_the_others_hear_how_they_went(many: ManyRouters) -> None:
+    await many.join()
+    assert many.look() and many.node._service.canary_router == "e0"
+    told = [CanaryOutcome("prompt", failure=words) for words in ("from e0", "from e1")]
+    for router, outcome in zip(many.routers, told, strict=True):
+        router.hub.send(b"n:1", TellCanary(router_epoch=router.epoch, outcome=outcome))
+    heard = lambda router: [each.outcome for each in router.got if isinstance(each, CanaryTold)]  # noqa: E731
+    await until(lambda: many.look() and [heard(router) for router in many.routers] == [told[1:], told[:1]])
+    many.routers[0].hub.close()
+    many.node._channels[0].session._heard_at -= 60
+    await until(lambda: many.look() and many.node._service.canary_router == "e1")
+
+
+async def test_every_next_router_hears_which_partners_any_router_found_right(many: ManyRouters) -> None:
+    await many.join()
+    many.routers[1].hub.send(b"n:1", Proven(router_epoch="e1", epochs=("x",)))
+    await until(lambda: many.look() and many.node._proven == ("x",))
+    for each in many.routers:
+        each.got.clear()
+    many.node._channels[0].session._hello_at -= 60
+    many.routers[0].hub.send(b"n:1", HelloAgain(router_epoch="next"))
+    third = Router(PROTOCOL_MAX, "e3")
+    many.node._addresses._found = {"": (*(each.hub.address for each in many.routers), third.hub.address)}
+    said = lambda router: {each.proven for each in router.got if isinstance(each, Hello) and each.protocol >= 8}  # noqa: E731
+    await until(lambda: many.look() and said(third) == said(many.routers[0]) == {("x",)})
+    third.hub.close()
 
 
 async def test_a_new_address_of_a_name_gets_a_channel_and_an_old_one_goes_with_its_router(many: ManyRouters) -> None:
