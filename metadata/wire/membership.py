@@ -97,6 +97,7 @@ class Heartbeat(Message, frozen=True, tag="beat"):
     rank_silences_s: Annotated[tuple[Seconds, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     round_trip_s: Annotated[Seconds, Since(6)] = 0.0  # to the router, as the node's kernel measures it
     service: Annotated[Service | None, Since(8)] = None  # None: the node does not say
+    interval_s: Annotated[Seconds, Since(8)] = 0.0  # the next one comes after so long at most; 0: it does not say
 
 
 class LedgerReport(Message, frozen=True, tag="ledger"):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ...metadata.bus.liveness import late_s
 from ...metadata.bus.sockets import routing_id
 from ...metadata.cache.names import PageNames
 from ...metadata.handoff.schema.schema import tail_window, tails_before
@@ -194,6 +195,10 @@ class Node:
     def last_seen(self) -> float:
         """Time of the last heartbeat, or of joining."""
         return self._last_seen
+
+    def silence_s(self, now: float) -> float:
+        """Return for how long a heartbeat has been due, as the last one says, and has not come."""
+        return now - self._last_seen - (late_s(self._beat) if self._beat is not None else 0.0)
 
     @property
     def welcomed_at(self) -> float:
