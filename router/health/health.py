@@ -298,8 +298,12 @@ class PairHealth:
 
     def hands_over(self, group: NodeGroup) -> bool:
         """Return whether a pair of the group is not known to fail in handing pages over."""
-        pairs = [self._find(*nodes) for nodes in group.pairs()]
-        return not pairs or any(pair is None or pair.failure is None for pair in pairs)
+        has_pairs = False
+        for nodes in group.pairs():
+            has_pairs, pair = True, self._find(*nodes)
+            if pair is None or pair.failure is None:
+                return True
+        return not has_pairs
 
     def worked(self, prefill: Node | None, decode: Node, now: float) -> None:
         """Record that a request's pages arrived at the decode node, or that it computed a local prompt."""

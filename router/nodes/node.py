@@ -486,8 +486,9 @@ class NodeGroup:
 
     def pairs(self) -> Iterator[tuple[Node, Node]]:
         """Prefill and decode nodes that take new work and know a common protocol."""
+        decodes = self.live("decode")
         for prefill in self.live("prefill"):
-            for decode in self.live("decode"):
+            for decode in decodes:
                 if prefill.shares_protocol(decode):
                     yield prefill, decode
 
