@@ -34,6 +34,7 @@ from baton.deploy.bench.client import Target, ask, open_session
 from baton.deploy.bench.sender import run_on_uvloop
 
 T = TypeVar("T")
+BEAT_S = 0.2  # between heartbeats of the decode node
 
 
 def run_router(config: dict[str, Any], ready: Any) -> None:
@@ -88,7 +89,7 @@ def run_nodes(
         def rounds(self, units: list[Unit]) -> None:
             times: list[float] = []
             ids, counts = pack_ids([300] * len(units)), pack_ids([1] * len(units))
-            due = time.perf_counter() + 0.2
+            due = beat_at = time.perf_counter() + 0.2
             for place in range(1, num_tokens):
                 due += interval_s
                 while time.perf_counter() < due:
@@ -100,7 +101,8 @@ def run_nodes(
                 times.append(time.perf_counter())
                 while not self.link.send(message):
                     time.sleep(0.0005)
-                if place % 20 == 0:
+                if times[-1] - beat_at > BEAT_S:
+                    beat_at = times[-1]
                     self.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, self.load(), NodeStats()))
             self.reserved.clear()
             pipe.send(times)
