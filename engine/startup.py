@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ..kernels.operations import captures
 from ..metadata.bus.addresses import address_of_rank, any_port_of, host_towards, parse_address, require_keys
-from ..metadata.bus.allow_list import RANK, ROUTER
+from ..metadata.bus.allow_list import RANK, is_router
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
 from ..metadata.bus.router_addresses import router_entries
@@ -249,8 +249,11 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
             f"{config.node_id} in the list (`baton keys --name {config.node_id} FILE` makes a new one), or use "
             f"--node-id {name}"
         )
-    if keys is not None and name == ROUTER:
-        raise ConfigError(f"--keys {config.keys}: allow-list {config.allow_list} says that this is the router's key")
+    if name is not None and is_router(name):
+        raise ConfigError(
+            f"--keys {config.keys}: allow-list {config.allow_list} calls this key {name!r}, which is a router's; give "
+            "this node a key of its own"
+        )
     for address in (*router_entries(config.router), *addresses):
         require_keys(address, keys)
         parse_address(address)

@@ -58,7 +58,6 @@ from .tickets import FailedUnit, Tickets
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1e-4  # between looks for messages of handoffs while a chunk is computed
-QUEUED_PER_SLOT = 2  # prompts that the node takes per slot of its batch, of all routers together
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one chunk takes longer
 
 
@@ -121,6 +120,7 @@ class PrefillNode:
             self._handle(message)
         self._end_tickets()
         self._end_loans()
+        self.scheduler.num_routers = len(self.membership.routers)
         for request in self.scheduler.start():
             self._begin(request)
         plan = self.scheduler.plan()
@@ -141,18 +141,17 @@ class PrefillNode:
         return self._under_way is None and not any(True for _ in self.scheduler)
 
     def load(self) -> Load:
-        num_routers = len(self.membership.routers)
         return Load(
             free_pages=self.cache.available,
             free_tails=self.cache.available_tails,
             running=len(self.scheduler.computing) + len(self.scheduler.handing_over),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.held) + len(self.scheduler.waiting),
             tickets=len(self._tickets.units()),
             queued_tokens=self.scheduler.num_queued_tokens,
             prompt_token_s=self._rate.token_s,
             prompt_fixed_s=self._rate.fixed_s,
-            max_prompts=max(1, QUEUED_PER_SLOT * self.scheduler.max_running // max(1, num_routers)),
-            num_routers=num_routers,
+            max_prompts=self.scheduler.max_prompts,
+            num_routers=self.scheduler.num_routers,
         )
 
     def stats(self) -> NodeStats:

@@ -1,11 +1,13 @@
 """The prefill scheduler: decides which prompts a step computes, and owns their pages.
 
-    submit --> waiting --start--> computing --(all submitted)--> handing_over --(last ticket ended)--> done
+    submit --> held --> waiting --start--> computing --(all submitted)--> handing_over --(last ticket ended)--> done
                  (no pages)       | (all its pages) ^            (all its pages)
                                   '--> borrowing ---'
 
-A prompt starts only when the pool can hold all of it. Prompts start in the order in which they came. The decode node
-has reserved its pages before a prompt comes here, so every ticket ends, and no prompt waits for ever.
+A prompt starts only when the pool can hold all of it. Prompts start in the order in which they came. But those of a
+router beyond what the node grants it (`max_prompts`) are held, and queue up only when an earlier prompt of that router
+is computed: so no router delays another's prompts by more than its grant. The decode node has reserved its pages before
+a prompt comes here, so every ticket ends, and no prompt waits for ever.
 
 chunk_length.py decides how many tokens a step computes, and how many prompts share them.
 """
@@ -13,7 +15,7 @@ chunk_length.py decides how many tokens a step computes, and how many prompts sh
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,6 +27,8 @@ from ..metadata.errors import OutOfPages
 from ..metadata.handoff.schema.schema import pages_of, prefill_pages, shared_pages, tails_before
 from .chunk_length import ChunkLength
 from .request import Request
+
+QUEUED_PER_SLOT = 2  # prompts that the node grants per slot of its batch, to all routers together
 
 
 class PlannedChunk(NamedTuple):
@@ -65,6 +69,8 @@ class PrefillScheduler:
         self._most_tails = most_tails(tail_window, chunk_tokens, self.page_size) if tail_window else 0
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
+        self.num_routers = 1  # that share the node; set by the node
+        self.held: deque[Request] = deque()
         self.waiting: deque[Request] = deque()
         self.computing: list[Request] = []  # oldest first
         self.borrowing: list[Request] = []  # pages of other nodes are on the way for them
@@ -78,11 +84,18 @@ class PrefillScheduler:
     def submit(self, request: Request) -> None:
         """Queue a request."""
         request.fetch = self.cache.fetch(*self._prefix(request))
-        self.waiting.append(request)
+        self.held.append(request)
+        self._grant()
+
+    @property
+    def max_prompts(self) -> int:
+        """How many prompts that are not computed yet the node grants to each of its routers."""
+        return max(1, QUEUED_PER_SLOT * self.max_running // max(1, self.num_routers))
 
     def start(self) -> list[Request]:
         """Give pages to waiting requests, in order, while they fit. Requests whose pages are read from files are passed
         by. Return the requests that start now."""
+        self._grant()
         started: list[Request] = []
         for request in [each for each in self.waiting if not self.cache.is_awaited(each.fetch)]:
             if self._num_started >= self.max_running or not self._take_pages(request):
@@ -107,6 +120,17 @@ class PrefillScheduler:
         self.borrowing.remove(request)
         request.skip_borrowed(self.page_size)
         bisect.insort(self.computing, request, key=_age)
+
+    def _grant(self) -> None:
+        """Let those requests wait for pages that are within their router's grant. A single router needs none."""
+        if not self.held:
+            return
+        counts = Counter(request.router for request in (*self.waiting, *self.borrowing, *self.computing))
+        for request in list(self.held):
+            if self.num_routers <= 1 or counts[request.router] < self.max_prompts:
+                counts[request.router] += 1
+                self.held.remove(request)
+                self.waiting.append(request)
 
     def plan(self) -> StepPlan:
         """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first. If they are tokens of
@@ -147,7 +171,7 @@ class PrefillScheduler:
 
     def stop(self, request: Request) -> None:
         """Compute no more of a request that has no choices left. It keeps its pages until its tickets end."""
-        for queue in (self.waiting, self.borrowing, self.computing):
+        for queue in (self.held, self.waiting, self.borrowing, self.computing):
             if request in queue:
                 queue.remove(request)
                 self.handing_over.append(request)
@@ -155,7 +179,7 @@ class PrefillScheduler:
     def remove(self, request: Request) -> None:
         """Free all that the request holds, in any phase. None of its tickets may be open any more."""
         assert not request.tickets, (request.rid, request.tickets)
-        for queue in (self.waiting, self.borrowing, self.computing, self.handing_over):
+        for queue in (self.held, self.waiting, self.borrowing, self.computing, self.handing_over):
             if request in queue:
                 queue.remove(request)
         if request.lease is not None:
@@ -176,11 +200,11 @@ class PrefillScheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to compute."""
-        queued = (*self.waiting, *self.borrowing, *self.computing)
+        queued = (*self.held, *self.waiting, *self.borrowing, *self.computing)
         return sum(len(request.token_ids) - request.num_submitted for request in queued)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from (*self.waiting, *self.borrowing, *self.computing, *self.handing_over)
+        yield from (*self.held, *self.waiting, *self.borrowing, *self.computing, *self.handing_over)
 
     @property
     def _num_started(self) -> int:
@@ -191,7 +215,7 @@ class PrefillScheduler:
         if not self.computing:
             return self.chunk_tokens
         oldest = self.computing[0]
-        is_alone = len(self.computing) == 1 and not self.waiting and oldest.decode is not None
+        is_alone = len(self.computing) == 1 and not self.waiting and not self.held and oldest.decode is not None
         return self._length.budget(oldest, len(oldest.token_ids) - oldest.num_submitted, is_alone=is_alone)
 
     def _take_pages(self, request: Request) -> bool:

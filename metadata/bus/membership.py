@@ -29,6 +29,7 @@ from ..errors import Refused
 from ..service_manager import has_manager, notify
 from ..wire.membership import (
     IDLE,
+    CanaryTold,
     Cordon,
     Drain,
     Flush,
@@ -36,6 +37,8 @@ from ..wire.membership import (
     Inspect,
     Leaving,
     LedgerReport,
+    Proven,
+    TellCanary,
     TellPages,
     TokenizerFile,
 )
@@ -146,6 +149,7 @@ class Membership:
         self._num_unheard = Counter[str]()  # by address: how often nothing came by a connection that stood
         self._refusals: dict[str, str] = {}  # by address of the router
         self._service = Service()
+        self._proven: tuple[str, ...] = ()  # as of the last Proven of any router
         self._has_joined = False
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
@@ -192,6 +196,10 @@ class Membership:
                 logger.warning("%s", words)
                 if not self.routers:
                     notify("starting", words)
+        able = (each.router for each in self._channels if each.router is not None and each.knows(TellCanary))
+        canary_router = min(able, default="")
+        if canary_router != self._service.canary_router:
+            self._serve_as(msgspec.structs.replace(self._service, canary_router=canary_router))
         return work
 
     def send(self, message: ToRouter, router: str) -> None:
@@ -327,7 +335,8 @@ class Membership:
 
     def _open(self, address: str) -> None:
         load = Load.of_idle(self._hello.capacity)
-        channel = RouterChannel(address, self._hello, self._tokenizer, self._keys, load, self._rank_silences_s)
+        hello = msgspec.structs.replace(self._hello, proven=self._proven if self.routers else ())
+        channel = RouterChannel(address, hello, self._tokenizer, self._keys, load, self._rank_silences_s)
         self._channels.append(channel)
         if self._is_started:
             channel.start()
@@ -360,6 +369,14 @@ class Membership:
                 self._report_ledger(channel, query)
             case TellPages():
                 channel.news.begin_anew()
+            case Proven(epochs=epochs):
+                self._proven = epochs
+                for each in self._channels:
+                    each.session.remember(epochs)
+            case TellCanary(outcome=outcome):
+                for each in self._channels:
+                    if each is not channel and each.router is not None and each.knows(CanaryTold):
+                        each.send(CanaryTold(outcome))
             case Cordon(is_cordoned=is_cordoned):
                 if is_cordoned != self._service.is_cordoned:
                     logger.info("is drained by an operator" if is_cordoned else "is put back by an operator")

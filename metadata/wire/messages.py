@@ -32,6 +32,7 @@ from .data_link import (
 )
 from .membership import (
     CachedPages,
+    CanaryTold,
     Cordon,
     Drain,
     Flush,
@@ -45,6 +46,7 @@ from .membership import (
     Refusal,
     RouterHeartbeat,
     RouterMessage,
+    TellCanary,
     TellPages,
     TokenizerFile,
     Welcome,
@@ -318,10 +320,11 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 
 # --- all messages by direction -------------------------------------------------------------------------------------
 
-OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | Leaving
+OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | CanaryTold | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
 ToRouter = OfNode | OfWork
-OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain | Cordon
+OfOperator = Inspect | Flush | Drain | Cordon
+OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | TellCanary | TellPages | OfOperator
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
 ToPrefill = LinkHello | RankHello | Claim | Borrow | Pull | Renew | Ack | Drop | RevokeAck
 OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | NixlWelcome | PagePortWelcome | LinkRefused

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from .protocol import Message, Since
-from .request import MAX_CONTEXT, Count, Digest, Index, Name, Seconds, Text, TokenId
+from .request import MAX_CONTEXT, MAX_TOP_LOGPROBS, Count, Digest, Index, Name, Seconds, Text, TokenId
 
 MAX_FROZEN_LAYERS = 256
 MAX_RANKS = 1024  # of a node
+MAX_CANARY_TOKENS = 16
 MAX_SPECIAL_TOKENS = 64  # with a name
 MAX_FURTHER_POOLS = 7  # of a model
 MAX_POOLS = 2 * (1 + MAX_FURTHER_POOLS)  # of target and draft
@@ -247,11 +248,28 @@ class NodeStats(Message, frozen=True):
 
 
 class Service(Message, frozen=True):
-    """Requests of operators that concern all routers of a node. The node keeps them and repeats them in each
+    """What concerns all routers of a node: requests of operators, and who sends canaries. The node repeats it in each
     heartbeat, so a router also learns what an operator has asked of another router."""
 
     is_cordoned: bool = False  # an operator has asked a router to drain the node
     num_flushes: Count = 0  # how often its prefix cache was emptied
+    canary_router: Digest = ""  # epoch of the router that sends the routine canaries; "": the node has joined none
+
+
+class CanaryToken(Message, frozen=True):
+    """A token of the answer to a canary, and those that were a tie with it for the node; None: nearly all were."""
+
+    id: TokenId
+    ties: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOP_LOGPROBS)] | None = ()
+
+
+class CanaryOutcome(Message, frozen=True):
+    """How a canary on a node went, alone or in a pair."""
+
+    prompt: Digest  # of its token ids: answers to other prompts are not compared
+    partner: Digest = ""  # epoch of the prefill node, or of its group; "": the node was alone
+    tokens: Annotated[tuple[CanaryToken, ...], Meta(max_length=MAX_CANARY_TOKENS)] = ()
+    failure: Text = ""  # why there is no answer
 
 
 class PoolLedger(Message, frozen=True):

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from ...metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
 from ...metadata.wire.membership import (
     CachedPages,
+    CanaryTold,
     Cordon,
     Flush,
     Heartbeat,
@@ -36,6 +37,7 @@ from ...metadata.wire.membership import (
     Leaving,
     LedgerReport,
     Proven,
+    TellCanary,
     TellPages,
     TokenizerFile,
 )
@@ -58,7 +60,7 @@ from ..config import RouterConfig
 from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from ..figures.metrics import Metrics
 from ..health.health import Effect as HealthEffect
-from ..health.health import PairHealth, PairsReady, StartCanary, TellProven
+from ..health.health import PairHealth, PairsReady, StartCanary, TellOutcome, TellProven
 from ..nodes.node import Node, NodeGroup
 from ..nodes.registry import Drains, Registry
 from ..placement.placement import Placement
@@ -97,7 +99,7 @@ class Dispatcher:
             lambda node, reason: self._comings.append((node, reason)),
             config.local_prefill,
         )
-        self.health = PairHealth(self.registry.groups, config.canary_interval_s)
+        self.health = PairHealth(self.registry.groups, config.canary_interval_s, epoch)
         bounds = Bounds(config.max_waiting, config.max_waiting_tokens, config.max_queue_s, config.node_wait_s)
         self.queues = Queues(bounds)
         self.cancels = Cancels(epoch, self._effects)
@@ -314,6 +316,8 @@ class Dispatcher:
             case CachedPages():
                 node.cache.take(message)
                 self._ask_pages(node, now)
+            case CanaryTold(outcome=outcome):
+                self._carry_out(self.health.heard(node, outcome, now), now)
             case LedgerReport():
                 self._effects.append(Ledger(node, message))
             case TokenizerFile():
@@ -708,6 +712,8 @@ class Dispatcher:
                     self._to_pump.add(group)
                 case TellProven(node, epochs):
                     self._effects.append(Send(node, Proven(router_epoch=self.epoch, epochs=epochs)))
+                case TellOutcome(node, outcome):
+                    self._effects.append(Send(node, TellCanary(router_epoch=self.epoch, outcome=outcome)))
 
     def _start_canary(self, request: Request, nodes: Pinned, now: float) -> None:
         """Send a request through one pair, or to one node alone, outside the queue."""
