@@ -113,11 +113,10 @@ class Engine:
         self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
-        _check_tried(self.device, self.model_config, self.speculation.draft)
+        _check_kernels(self.device, self.model_config, self.speculation)
         if not self.speculation.frozen_layers:  # these are read at any position by a drafter
             self.model_config = self.model_config.with_tail()
         if not self.speculation.shape.is_chain:
-            _check_trees(self.device, self.model_config, self.speculation.shape.topk)
             self.model_config = self.model_config.with_trees(LONGEST_PATH)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
@@ -614,19 +613,17 @@ def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, specul
     return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
 
 
-def _check_tried(device: torch.device, *configs: ModelConfig | None) -> None:
-    """Raise ConfigError if target or draft need kernels that have not run on a GPU."""
-    for config in configs if device.type == "cuda" else ():
+def _check_kernels(device: torch.device, target: ModelConfig, speculation: Speculation) -> None:
+    """Raise ConfigError if target or draft need kernels that a GPU does not have, or that have not run on one."""
+    if device.type != "cuda":
+        return
+    for config in (target, speculation.draft):
         if config is not None and (untried := config.untried_on_gpu):
             raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
-
-
-def _check_trees(device: torch.device, target: ModelConfig, topk: int) -> None:
-    """Raise ConfigError if the target has kernels on this device that verify no trees."""
-    if device.type == "cuda" and target.delta is not None:
+    if target.delta is not None and not speculation.shape.is_chain:
         raise ConfigError(
-            f"draft_topk is {topk}, but on a GPU layers with a gated delta rule, as {target.architecture} has, verify "
-            "chains alone; use --draft-topk 1"
+            f"draft_topk is {speculation.shape.topk}, but on a GPU layers with a gated delta rule, as "
+            f"{target.architecture} has, verify chains alone; use --draft-topk 1"
         )
 
 

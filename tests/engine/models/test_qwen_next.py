@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.checkpoint.tensor_names import layer_prefixes
-from baton.engine.engine import _check_trees
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.models.head_file import read_head
 from baton.engine.models.mtp import load_mtp
 from baton.engine.models.registry import load_model
@@ -81,11 +82,14 @@ def test_every_fourth_layer_has_attention_unless_the_file_lists_them(
         assert delta is not None and delta.layers == expected
 
 
-def test_trees_of_drafts_are_refused_on_a_gpu(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    config = read_model_config(checkpoint("qwen3_next"))
-    _check_trees(torch.device("cpu"), config, 2)
+def test_trees_of_drafts_are_refused_on_a_gpu(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
+    model = with_qwen_mtp(checkpoint("qwen3_next"), tmp_path / "model")
+    config = EngineConfig(str(model), speculative="mtp", draft_topk=2, num_pages=8)
     with pytest.raises(ConfigError, match=r"draft_topk is 2, .* as Qwen3NextForCausalLM has, verify chains alone"):
-        _check_trees(torch.device("cuda"), config, 2)
+        Engine(config)
 
 
 @pytest.mark.parametrize(("page_size", "chains", "trees"), [(4, 8, 24), (16, 32, 48), (64, 128, 192), (256, 128, 192)])
