@@ -87,7 +87,7 @@ def test_trees_of_drafts_are_refused_on_a_gpu(
 ) -> None:
     monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
     model = with_qwen_mtp(checkpoint("qwen3_next"), tmp_path / "model")
-    config = EngineConfig(str(model), speculative="mtp", draft_topk=2, num_pages=8)
+    config = EngineConfig(model=str(model), speculative="mtp", draft_topk=2, num_pages=8)
     with pytest.raises(ConfigError, match=r"draft_topk is 2, .* as Qwen3NextForCausalLM has, verify chains alone"):
         Engine(config)
 
