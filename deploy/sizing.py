@@ -25,7 +25,7 @@ from ..metadata.logs import size_in_words
 from .simulation.cluster import ClusterShape, Outcome, simulate
 from .simulation.figures import Slo, goodput, summary
 from .simulation.times import Times, find, read
-from .simulation.traffic import Arrival, poisson, read_trace
+from .simulation.traffic import Arrival, from_trace, poisson
 from .terminal import say
 
 MAX_GPUS = 64
@@ -224,7 +224,7 @@ def load(config: SizingConfig) -> list[Arrival]:
             raise ConfigError(
                 f"--trace says when requests arrive and how long they are: leave out {' and '.join(given)}"
             )
-        return _trace(Path(config.trace))
+        return from_trace(Path(config.trace))
     if missing := [flag for flag in sizes if flag not in given]:
         raise ConfigError(f"give --rate, --prompt-len and --tokens, or a --trace; missing: {', '.join(missing)}")
     assert config.rate is not None and config.prompt_len is not None and config.tokens is not None, sizes
@@ -236,18 +236,6 @@ def load(config: SizingConfig) -> list[Arrival]:
     arrivals = poisson(config.rate, config.seconds, config.prompt_len, config.tokens, _SEED)
     if not arrivals:
         raise ConfigError(f"no request arrives within {config.seconds:g} seconds: raise --seconds")
-    return arrivals
-
-
-def _trace(path: Path) -> list[Arrival]:
-    try:
-        arrivals = read_trace(path.read_text(encoding="utf-8").splitlines())
-    except OSError as error:
-        raise ConfigError(f"--trace {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"--trace {path}: {error}") from None
-    if not arrivals:
-        raise ConfigError(f"--trace {path} holds no request")
     return arrivals
 
 

@@ -13,8 +13,8 @@ import msgspec
 from ...metadata.config import at_least, setting
 from ...metadata.errors import ConfigError
 from ..simulation.figures import Slo
-from ..simulation.traffic import Arrival
-from .load import RequestShape, from_trace, read_length, synthetic, times_of
+from ..simulation.traffic import Arrival, from_trace
+from .load import RequestShape, read_length, synthetic, times_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

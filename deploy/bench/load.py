@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from ...metadata.errors import ConfigError
-from ..simulation.traffic import Arrival, arrival_times, read_trace
+from ..simulation.traffic import Arrival, arrival_times
 
 BLOCK_TOKENS = 512  # that one of the hash ids of a trace stands for
 MOST_PROMPT_TOKENS = 100_000_000  # of a load, because all its prompts are in memory
@@ -89,22 +88,6 @@ def synthetic(times: Sequence[float], shape: RequestShape, seed: int) -> list[Ar
     """Return requests at these times with lengths of a shape."""
     random = Random(f"{seed}/lengths")
     return [Arrival(at_s, random.randint(*shape.prompt_len), random.randint(*shape.num_tokens)) for at_s in times]
-
-
-def from_trace(path: Path, speed: float, times: Sequence[float] | None) -> list[Arrival]:
-    """Return the requests of a trace file, at its own times or, with `times`, at those, from the first line again when
-    there are more times than lines. Raises ConfigError."""
-    try:
-        arrivals = read_trace(path.read_text(encoding="utf-8").splitlines(), speed, is_timed=times is None)
-    except OSError as error:
-        raise ConfigError(f"--trace {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"--trace {path}: {error}") from None
-    if not arrivals:
-        raise ConfigError(f"--trace {path} holds no request")
-    if times is None:
-        return arrivals
-    return [arrivals[index % len(arrivals)]._replace(at_s=at_s) for index, at_s in enumerate(times)]
 
 
 def plan(arrivals: Sequence[Arrival], shape: RequestShape, vocabulary: Vocabulary, seed: str) -> list[Planned]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from ...metadata.errors import ConfigError
 
 _CHARS_PER_TOKEN = 4  # of a prompt that is given as text, estimated
 
@@ -39,6 +42,22 @@ def arrival_times(rate: float, seconds: float, seed: int, burstiness: float | No
 def poisson(rate: float, seconds: float, prompt_len: int, num_tokens: int, seed: int) -> list[Arrival]:
     """Return the arrivals of a Poisson process with `rate` requests per second."""
     return [Arrival(at_s, prompt_len, num_tokens) for at_s in arrival_times(rate, seconds, seed)]
+
+
+def from_trace(path: Path, speed: float = 1.0, times: Sequence[float] | None = None) -> list[Arrival]:
+    """Return the requests of a trace file, at its own times or, with `times`, at those, from the first line again when
+    there are more times than lines. Raises ConfigError."""
+    try:
+        arrivals = read_trace(path.read_text(encoding="utf-8").splitlines(), speed, is_timed=times is None)
+    except OSError as error:
+        raise ConfigError(f"--trace {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"--trace {path}: {error}") from None
+    if not arrivals:
+        raise ConfigError(f"--trace {path} holds no request")
+    if times is None:
+        return arrivals
+    return [arrivals[index % len(arrivals)]._replace(at_s=at_s) for index, at_s in enumerate(times)]
 
 
 def read_trace(lines: Iterable[str], speed: float = 1.0, *, is_timed: bool = True) -> list[Arrival]:

@@ -87,8 +87,3 @@ def attend_entries(
     window: int,
     plan: TokenPlan,
 ) -> Tensor: ...
-
-
-def positions_of(plan: TokenPlan) -> Tensor:
-    """Return the positions of all tokens, [num_tokens] int64; 0 for padding."""
-    return plan.slots.clamp(min=0).to(torch.int64)

@@ -12,13 +12,12 @@ from baton.deploy.bench.load import (
     BLOCK_TOKENS,
     RequestShape,
     Vocabulary,
-    from_trace,
     plan,
     read_length,
     synthetic,
     times_of,
 )
-from baton.deploy.simulation.traffic import Arrival
+from baton.deploy.simulation.traffic import Arrival, from_trace
 from baton.metadata.errors import ConfigError
 
 IDS = Vocabulary(range(1000))
