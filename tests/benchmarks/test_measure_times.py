@@ -71,7 +71,7 @@ def test_the_pool_of_gpt_oss_holds_more_tokens_with_tail_pages(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("name", "num_gpus", "size", "kept", "tail"),
-    [("Flash", 2, 159, 6_880, 340_992), ("Pro", 8, 857, 9_848, 496_640)],
+    [("Flash", 2, 159, 6_880, 166_272), ("Pro", 8, 857, 9_848, 247_040)],
 )
 def test_the_pool_of_deepseek_v4_is_that_of_a_rank(
     name: str, num_gpus: int, size: int, kept: int, tail: int, tmp_path: Path
