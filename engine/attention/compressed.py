@@ -8,7 +8,8 @@ Everything lies in pools with the page numbers of the sequence (pool_rows.py):
     *_ENTRIES       one entry for `rate` tokens, at the slots of these tokens: each slot has a part of it
 
 So the first pool of a target, which all models have, is one of entries (`ModelConfig.pool`). A draft, whose layers see
-a window alone, has no tail pages.
+a window alone, has its pool in the target's tail pages. Of the inputs of overlapping windows, a tail page keeps the
+last rows alone (`Further.num_kept`).
 
 A page is as long as a multiple of every rate, so a whole page never changes. All rows lie at the positions of their
 tokens. So the token that takes the place of a rejected draft writes its rows again, and its entry if it ends a window.

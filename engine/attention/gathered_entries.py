@@ -57,17 +57,19 @@ class GatheredEntries(CompressedAttention):
 
     def compress(self, pool: EntryPool, inputs: Tensor) -> None:
         rows, rate = self.tails, pool.rate
-        rows.store(pool.inputs, pool.place, inputs.float())
         for new, tail in self.sequences():
             first, end = new.start // rate, new.stop // rate  # windows
-            if first == end:
-                continue
-            has_before = pool.overlaps and first > 0
-            read = rows.read(pool.inputs, pool.place, tail.pages, (first - has_before) * rate, end * rate).flatten(1)
-            made = compress(read, pool.bias, pool.norm, has_before=has_before).unsqueeze(1)
-            windows = torch.arange(first, end, device=made.device)
-            rotate_pairs_(made, *_turns(windows * rate, pool.frequencies))
-            self._store_entries(pool, new, windows, made.squeeze(1))
+            own = inputs[new.tokens].float()
+            if first < end:  # rows before the new ones are read before these are written over them
+                has_before = pool.overlaps and first > 0
+                begin = (first - has_before) * rate
+                before = rows.read(pool.inputs, pool.place, tail.pages, begin, new.start).flatten(1)
+                read = torch.cat([before, own[: end * rate - new.start]])
+                made = compress(read, pool.bias, pool.norm, has_before=has_before).unsqueeze(1)
+                windows = torch.arange(first, end, device=made.device)
+                rotate_pairs_(made, *_turns(windows * rate, pool.frequencies))
+                self._store_entries(pool, new, windows, made.squeeze(1))
+            rows.write(pool.inputs, pool.place, tail.pages, new.start, own.unsqueeze(1))
 
     def choose(self, keys: EntryPool, q: Tensor, weights: Tensor, num_picks: int) -> _Choice:
         rotate_pairs_(q, *_turns(self.positions, keys.frequencies))

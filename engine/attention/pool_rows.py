@@ -10,9 +10,10 @@ over, caches its pages and moves them, together with those of KV. A layer reache
         scores = queries[seen.tokens] @ seen.stored.T ...
 
 `place` is the layer's index in the pool, which the family gives to the layer (`ModelConfig.place`). A row lies at the
-slot that the token's KV has, or at the same place of its tail page (engine/state/tail_pages.py). So the row of a
-rejected draft is written again before a layer reads it. Kernels read `rows.pools` by the block tables of
-`rows.batches`.
+slot that the token's KV has, or at the same place of its tail page (engine/state/tail_pages.py). If a tail page has
+fewer rows than tokens (`Further.num_kept`), the row of slot s lies at s modulo the number of rows, and a page keeps
+those of its last tokens. So the row of a rejected draft is written again before a layer reads it. Kernels read
+`rows.pools` by the block tables of `rows.batches`.
 """
 
 from __future__ import annotations
@@ -64,6 +65,11 @@ class PoolRows:
         """Return the rows of a forward."""
         return cls(pools, (batch.first, batch.second) if isinstance(batch, JointBatch) else (batch,))
 
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.batches[0].page_size
+
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return what `make` returned for the first layer that asked: a value that all layers of a forward share."""
         if name not in self._made:
@@ -104,13 +110,17 @@ class PoolRows:
         plane: [stop - first, num_heads, width]."""
         pool = self.pools[name][place]
         slots = torch.arange(first, stop, device=pool.device)
-        return pool[pages[slots // pool.shape[3]], 0, :, slots % pool.shape[3]]
+        return pool[pages[slots // self.page_size], 0, :, slots % self.page_size % pool.shape[3]]
 
     def write(self, name: str, place: int, pages: torch.Tensor, first: int, rows: torch.Tensor) -> None:
         """Write rows [num_rows, num_heads, width] into the slots from `first` on, as `read` returns them."""
-        pool = self.pools[name][place]
-        slots = torch.arange(first, first + len(rows), device=pool.device)
-        pool[pages[slots // pool.shape[3]], 0, :, slots % pool.shape[3]] = rows
+        pool, page_size = self.pools[name][place], self.page_size
+        slots, num_rows = torch.arange(first, first + len(rows), device=pool.device), pool.shape[3]
+        if num_rows < page_size:  # of the tokens that share a row, the last one has it
+            after = slots + num_rows
+            is_last = (after >= first + len(rows)) | (after // page_size > slots // page_size)
+            slots, rows = slots[is_last], rows[is_last]
+        pool[pages[slots // page_size], 0, :, slots % page_size % num_rows] = rows
 
     def sequences(self, name: str, place: int) -> Iterator[SeenRows]:
         """Yield what the tokens of each sequence see in layer `place` of a pool. The rows of all new tokens must be

@@ -234,9 +234,8 @@ class Further:
     is_tail: bool = False  # layers read their own block, the block before it, and `num_read` rows before their own one
     num_read: int = 0  # rows that layers read back, their own included, if not by blocks; 0: all
     longest_block: int = DELTA_BLOCK  # tokens of a block, if pages do not divide it
-    longest_path: int = (
-        0  # of a tail: tokens whose blocks layers read beside these, since no forward wrote their states
-    )
+    longest_path: int = 0  # of a tail: tokens whose blocks layers read beside, since no forward wrote their states
+    num_kept: int = 0  # of `num_read` and the rows of a round: a page has so many rows, written in turn; 0: all
 
     def block(self, page_size: int) -> int:
         """Return the number of tokens of a block: whole blocks lie in a page. So a page that is full has all states
@@ -468,6 +467,7 @@ class ModelConfig:
                 len(each.layers),
                 (KvPlane(each.name, each.num_heads, each.row_width(page_size), each.dtype or dtype),),
                 each.window(page_size) if self.has_tail else 0,
+                each.num_kept if self.has_tail and each.num_kept < page_size else 0,
             )
             for each in self.further
         ]

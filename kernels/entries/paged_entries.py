@@ -24,9 +24,11 @@ class TokenPlan(NamedTuple):
     seqs: Tensor  # [num_tokens] int32, the sequence of each token
     slots: Tensor  # [num_tokens] int32, where each token lies; -1: a token without a place, which is padding
     firsts: Tensor  # [num_tokens] int32, the slot of the first new token of its sequence
+    ends: Tensor  # [num_tokens] int32, the slot behind the last new token of its sequence
     table: Tensor  # [num_seqs, max_pages] int64, of kept pages
     tail_table: Tensor  # [num_seqs, max_pages] int64, of tail pages
     arrivals: Tensor  # [num_tokens] int32, programs of a kernel that are done; zeros at rest
+    query_len: int | None = None  # new tokens of each sequence; None: they differ
 
     @classmethod
     def of(cls, plan: PagedPlan, tail_table: Tensor, num_tokens: int, page_size: int) -> Self:
@@ -40,7 +42,8 @@ class TokenPlan(NamedTuple):
         slots = sight.ends - 1
         slots = slots.masked_fill(slots >= plan.block_table.shape[1] * page_size, -1)
         arrivals = torch.zeros_like(slots)
-        return cls(sight.seqs, slots, firsts[sight.seqs].int(), plan.block_table, tail_table, arrivals)
+        firsts, ends = firsts[sight.seqs].int(), lens[sight.seqs].int()
+        return cls(sight.seqs, slots, firsts, ends, plan.block_table, tail_table, arrivals, plan.query_len)
 
 
 class HeadTurns(NamedTuple):

@@ -1,7 +1,8 @@
 """Entries by Triton: the rows of new tokens go into tail pages, and each token that ends a window makes its entry.
 
 A window's rows are those of the forward, or lie in pages already. So one launch does both, and no program waits for
-another one.
+another one. If a page keeps the rows of its last tokens alone, and a sequence may have so many new tokens that their
+rows are written over those that its first windows read, a second launch stores them.
 """
 
 # ruff: noqa: N803, N806
@@ -34,8 +35,9 @@ def compress_paged(
     plan: TokenPlan,
 ) -> None:
     """Store kv and gate of all tokens, `inputs` [num_tokens, 2 * columns] of any float type, in `inputs_layer`
-    [num_pages, 1, 1, page_size, 2 * columns] float32, whose pages are tail pages. Store the entries of windows that end
-    with one of the tokens in `entries_layer` [num_pages, 1, 1, page_size, part], normed and rotated.
+    [num_pages, 1, 1, num_kept, 2 * columns] float32, whose pages are tail pages and keep the rows of their last
+    `num_kept` tokens. Store the entries of windows that end with one of the tokens in `entries_layer` [num_pages, 1, 1,
+    page_size, part], normed and rotated.
 
     `bias` [rate, columns] float32; `norm` [width]; `frequencies` [num_pairs] float32, radians per position."""
     (num_tokens, num_inputs), (rate, columns), width = inputs.shape, bias.shape, len(norm.weight)
@@ -43,26 +45,30 @@ def compress_paged(
     assert num_inputs == 2 * columns == inputs_layer.shape[4] and inputs.stride(1) == 1, (inputs.shape, bias.shape)
     assert columns in (width, 2 * width) and page_size % rate == 0 and rate * part >= width, (columns, width, part)
     assert inputs_layer.is_contiguous() and entries_layer.is_contiguous() and bias.is_contiguous()
-    assert inputs_layer.shape[3] == page_size and len(plan.slots) == num_tokens, inputs_layer.shape
+    assert inputs_layer.shape[3] <= page_size and len(plan.slots) == num_tokens, inputs_layer.shape
     if not num_tokens:
         return
     block, num_rows = min(_COLUMNS, triton.next_power_of_2(width)), rate * columns // width
     num_programs, dependent = triton.cdiv(width, block), gpu.dependent_launch(num_tokens)
     made = torch.empty((num_tokens, width), dtype=torch.float32, device=inputs.device)
-    _compress_kernel[(num_tokens, num_programs)](
-        inputs_layer, entries_layer, made, plan.arrivals, inputs, bias, norm.weight, frequencies, plan.slots, plan.seqs,
-        plan.firsts, plan.table, plan.tail_table, inputs.stride(0), plan.table.stride(0), plan.tail_table.stride(0),
-        norm.eps, RATE=rate, COLUMNS=columns, WIDTH=width, PAIRS=len(frequencies), PAGE_SIZE=page_size,
-        STRIDE=rate * part, STORED=triton.cdiv(num_inputs, num_programs), BLOCK=block,
-        BLOCK_R=min(_ROWS, triton.next_power_of_2(num_rows)), BLOCK_P=triton.next_power_of_2(width // 2),
-        BLOCK_S=triton.next_power_of_2(triton.cdiv(num_inputs, num_programs)), DEPENDENT=dependent, num_warps=4,
-        launch_pdl=dependent,
-    )  # fmt: skip
+    num_spare = inputs_layer.shape[3] - num_rows + 1  # new rows that leave those which windows of the forward read
+    is_one = inputs_layer.shape[3] == page_size or (plan.query_len is not None and plan.query_len <= num_spare)
+    for makes, stores in ((True, True),) if is_one else ((True, False), (False, True)):
+        _compress_kernel[(num_tokens, num_programs)](
+            inputs_layer, entries_layer, made, plan.arrivals, inputs, bias, norm.weight, frequencies, plan.slots,
+            plan.seqs, plan.firsts, plan.ends, plan.table, plan.tail_table, inputs.stride(0), plan.table.stride(0),
+            plan.tail_table.stride(0), norm.eps, MAKES=makes, STORES=stores, RATE=rate, COLUMNS=columns, WIDTH=width,
+            PAIRS=len(frequencies), PAGE_SIZE=page_size, NUM_KEPT=inputs_layer.shape[3], STRIDE=rate * part,
+            STORED=triton.cdiv(num_inputs, num_programs), BLOCK=block,
+            BLOCK_R=min(_ROWS, triton.next_power_of_2(num_rows)), BLOCK_P=triton.next_power_of_2(width // 2),
+            BLOCK_S=triton.next_power_of_2(triton.cdiv(num_inputs, num_programs)), DEPENDENT=dependent, num_warps=4,
+            launch_pdl=dependent,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("table_stride", "tail_stride"))
 def _compress_kernel(
-    pages_ptr,  # [num_tail_pages, PAGE_SIZE, 2 * COLUMNS] float32, written
+    pages_ptr,  # [num_tail_pages, NUM_KEPT, 2 * COLUMNS] float32, written
     entries_ptr,  # [num_pages, PAGE_SIZE / RATE, STRIDE], written
     made_ptr,  # [num_tokens, WIDTH] float32, entries before their norm, written and read
     arrivals_ptr,  # [num_tokens] int32, zeros before and after
@@ -73,17 +79,21 @@ def _compress_kernel(
     slots_ptr,  # [num_tokens] int32
     seqs_ptr,  # [num_tokens] int32
     firsts_ptr,  # [num_tokens] int32
+    ends_ptr,  # [num_tokens] int32
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     tails_ptr,  # [num_seqs, max_pages] int64, rows tail_stride apart
     input_stride,
     table_stride,
     tail_stride,
     eps,
+    MAKES: tl.constexpr,
+    STORES: tl.constexpr,
     RATE: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    NUM_KEPT: tl.constexpr,  # rows of a page
     STRIDE: tl.constexpr,
     STORED: tl.constexpr,  # inputs that a program stores
     BLOCK: tl.constexpr,  # columns of an entry that a program makes
@@ -102,15 +112,18 @@ def _compress_kernel(
         seq = tl.load(seqs_ptr + token).to(tl.int64)
         tails_ptr += seq * tail_stride
         own, numbers = inputs_ptr + token * input_stride, part * STORED + tl.arange(0, BLOCK_S)
-        is_input = (tl.arange(0, BLOCK_S) < STORED) & (numbers < 2 * COLUMNS)
-        row = tl.load(tails_ptr + slot // PAGE_SIZE) * PAGE_SIZE + slot % PAGE_SIZE
-        values = tl.load(own + numbers, mask=is_input, other=0.0).to(tl.float32)
-        tl.store(pages_ptr + row * (2 * COLUMNS) + numbers, values, mask=is_input)
-        if (slot + 1) % RATE == 0:
+        # of the tokens of the forward that share a row, the last one has it
+        stays = (slot + NUM_KEPT >= tl.load(ends_ptr + token)) | (slot % PAGE_SIZE + NUM_KEPT >= PAGE_SIZE)
+        if STORES:
+            is_input = (tl.arange(0, BLOCK_S) < STORED) & (numbers < 2 * COLUMNS) & stays
+            row = tl.load(tails_ptr + slot // PAGE_SIZE) * NUM_KEPT + slot % PAGE_SIZE % NUM_KEPT
+            values = tl.load(own + numbers, mask=is_input, other=0.0).to(tl.float32)
+            tl.store(pages_ptr + row * (2 * COLUMNS) + numbers, values, mask=is_input)
+        if MAKES and (slot + 1) % RATE == 0:
             first, columns = tl.load(firsts_ptr + token), part * BLOCK + tl.arange(0, BLOCK)
             made = _made(
                 own, pages_ptr, bias_ptr, tails_ptr, slot, first, columns, input_stride,
-                RATE, COLUMNS, WIDTH, PAGE_SIZE, BLOCK, BLOCK_R,
+                RATE, COLUMNS, WIDTH, PAGE_SIZE, NUM_KEPT, BLOCK, BLOCK_R,
             )  # fmt: skip
             made_ptr += token * WIDTH
             tl.store(made_ptr + columns, made, mask=columns < WIDTH)
@@ -145,6 +158,7 @@ def _made(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -159,7 +173,7 @@ def _made(
         is_new = (is_row & (at >= first))[:, None] & (columns < WIDTH)[None, :]
         is_old = is_row & (at < first)
         pages = tl.load(tails_ptr + tl.maximum(at, 0) // PAGE_SIZE, mask=is_old, other=0)
-        old = pages_ptr + (pages * PAGE_SIZE + tl.maximum(at, 0) % PAGE_SIZE) * (2 * COLUMNS)
+        old = pages_ptr + (pages * NUM_KEPT + tl.maximum(at, 0) % PAGE_SIZE % NUM_KEPT) * (2 * COLUMNS)
         new = own_ptr + (at - slot).to(tl.int64) * input_stride
         half = tl.where(rows < ROWS - RATE, 0, COLUMNS - WIDTH)  # of the window before, first halves
         number = half[:, None] + columns[None, :]

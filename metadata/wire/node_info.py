@@ -40,6 +40,7 @@ class FurtherPool(Message, frozen=True, omit_defaults=True):
     num_layers: Index
     planes: Annotated[tuple[KvPlane, ...], Meta(min_length=1, max_length=8)]
     window: Count = 0  # positions that its layers read back, their own included; 0: all
+    num_rows: Count = 0  # rows of a page: the token at slot s has row s % num_rows; 0: as many as a page has tokens
 
 
 class PoolLayout(Message, frozen=True, omit_defaults=True):

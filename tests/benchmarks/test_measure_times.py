@@ -90,7 +90,7 @@ def test_states_take_most_of_a_pool_and_long_texts_fit_beside_them(
 
 @pytest.mark.parametrize(
     ("name", "num_gpus", "size", "kept", "tail"),
-    [("Flash", 2, 159, 6_880, 340_992), ("Pro", 8, 857, 9_848, 496_640)],
+    [("Flash", 2, 159, 6_880, 166_272), ("Pro", 8, 857, 9_848, 247_040)],
 )
 def test_the_pool_of_deepseek_v4_is_that_of_a_rank(
     name: str, num_gpus: int, size: int, kept: int, tail: int, tmp_path: Path

@@ -129,19 +129,22 @@ def test_a_row_of_a_rejected_draft_that_stays_is_caught(pool: str, text: Text) -
     """The defect: a slot that a draft has written is not written by the token that takes its place."""
     written = set[tuple[int, ...]]()
 
-    def once(usual: Any, rows: PoolRows, name: str, place: int, values: Tensor) -> None:
+    def once(usual: Any, rows: PoolRows, name: str, place: int, *values: Any) -> None:
         if name != pool:
-            return usual(rows, name, place, values)
+            return usual(rows, name, place, *values)
         layer, (pages, slots) = rows.pools[name][place], rows.slots
+        if pool != KV:  # `write` writes the rows of one sequence
+            slots = torch.arange(values[1], values[1] + len(values[2]))
+            pages, slots = values[0][slots // PAGE_SIZE], slots % PAGE_SIZE
         before = layer[pages, :, :, slots].clone()
-        usual(rows, name, place, values)
+        usual(rows, name, place, *values)
         for row, at in enumerate(zip(pages.tolist(), slots.tolist(), strict=True)):
             if (layer.data_ptr(), *at) in written:
                 layer[at[0], :, :, at[1]] = before[row]
             written.add((layer.data_ptr(), *at))
         return None
 
-    with patched(PoolRows, "store", once), caught():
+    with patched(PoolRows, "store" if pool == KV else "write", once), caught():
         assert text.of_rounds(43, 4) == text.right(43)
 
 

@@ -78,14 +78,15 @@ class KvLayout:
     part."""
 
     num_layers: int
-    page_size: int
+    page_size: int  # rows
     planes: tuple[KvPlane, ...]
 
     @staticmethod
     @lru_cache(64)
     def of(pool: PoolLayout | FurtherPool, page_size: int) -> KvLayout:
         """Return the layout of the pool that a schema describes."""
-        return KvLayout(pool.num_layers, page_size, planes_of(pool))
+        num_rows = pool.num_rows if isinstance(pool, FurtherPool) else 0
+        return KvLayout(pool.num_layers, num_rows or page_size, planes_of(pool))
 
     @cached_property
     def alignment(self) -> int:

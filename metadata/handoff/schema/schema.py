@@ -291,7 +291,8 @@ def pool_words(pool: PoolLayout | FurtherPool) -> str:
     """Return a pool's layout in words."""
     window = f" of {pool.window} positions" if pool.window else ""
     if isinstance(pool, FurtherPool) or pool.planes:
-        return f"{pool.num_layers} layers x ({planes_words(pool.planes)}){window}"
+        rows = f", {pool.num_rows} rows per page" if isinstance(pool, FurtherPool) and pool.num_rows else ""
+        return f"{pool.num_layers} layers x ({planes_words(pool.planes)}){window}{rows}"
     return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}{window}"
 
 

@@ -93,9 +93,12 @@ def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) ->
 
 def row_of(engine: Engine, ids: Sequence[int], position: int, pages: Sequence[int], num_logits: int = 1) -> BatchRow:
     """Return a row of a forward. Its tail pages, if the model has any, follow from its pages, which are neighbours."""
+    return BatchRow(ids, position, pages, num_logits, tail=_tail(engine, pages))
+
+
+def _tail(engine: Engine, pages: Sequence[int]) -> list[int]:
     most = engine.pool.num_tails - 1
-    tail = [1 + (page - 1) % most for page in pages] if engine.tail_window else ()
-    return BatchRow(ids, position, pages, num_logits, tail=tail)
+    return [1 + (page - 1) % most for page in pages] if engine.tail_window else []
 
 
 def store(engine: Engine, ids: Sequence[int], pages: Sequence[int]) -> None:
@@ -116,7 +119,7 @@ def _admit(
     sequences: list[Running] = []
     for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
         state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size)
-        tail = TailPages(engine.pool.num_pages, [*(row_of(engine, (), 0, own).tail or ())])
+        tail = TailPages(engine.pool.num_pages, _tail(engine, own))
         sequence = Running([*ids, token], len(ids), own, state, tail=tail if engine.tail_window else None)
         rounds.admit(sequence, None if draft is None else pack_draft(engine.schema, draft.row(row)))
         sequences.append(sequence)
@@ -128,7 +131,7 @@ def _draft(
 ) -> Any:
     if engine.drafter is None:
         return None
-    chunks = [PromptChunk(ids, 0, len(ids), own) for ids, own in zip(prompts, pages, strict=True)]
+    chunks = [PromptChunk(ids, 0, len(ids), own, _tail(engine, own)) for ids, own in zip(prompts, pages, strict=True)]
     tokens = logits.argmax(1).tolist()
     states = [
         SamplingState(GREEDY, ids, [token], vocab_size=logits.shape[1])
@@ -141,7 +144,7 @@ def _draft(
         tails = []
         for ids, own, end in zip(prompts, pages, ends.tolist(), strict=True):
             rows = None if extend is None else extend[end - num_rows : end]
-            tails.append(PromptTail(ids, own, rows))
+            tails.append(PromptTail(ids, own, rows, _tail(engine, own)))
         last = None if extend is None else extend[ends]
         after = torch.tensor(tokens, device=engine.device)
         return engine.drafter.finish_prompt(tails, after, last, SamplingBatch.of(states, engine.device))

@@ -19,7 +19,8 @@ A read is one query head with its kv head. Each read has its own layer if there 
 
 planted_heads.py makes the heads, also those over latents.
 
-A read needs a layer without a window. Sinks are so low that they take no weight.
+A read needs a layer without a window. Sinks are so low that they take no weight. DeepSeek-V4, whose layers all have
+one, has a text of its own (planted_entries.py).
 
 The lm_head compares: GAMMA for the low digit, GAMMA / 2 for each right bit, minus GAMMA / 2 for each wrong bit.
 Sources: rotary pairs as in engine/attention; the metric is that of Kademlia (Maymounkov and Mazieres, 2002).
@@ -28,15 +29,16 @@ Sources: rotary pairs as in engine/attention; the metric is that of Kademlia (Ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from planted_delta import DeltaHeads
+from planted_entries import PlantedEntries
 from planted_heads import RESULT, ROPE_THETA, Dims, Heads, LatentHeads, Place
+from planted_stream import SINK, Stream, comparing, embedding
 from planted_text import PlantedText
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
 from torch import Tensor
@@ -48,36 +50,12 @@ from baton.engine.models.registry import tensor_specs
 from baton.kernels.products.fp8 import BLOCK, LARGEST, round_to_scale_ref
 from baton.metadata.errors import ModelError
 
-GAMMA = 2.5  # by how much the right token's logit leads
-RANDOM_ENERGY = 2e-4  # of an embedding's, outside of the subspace
-RANDOM_LOGIT = 0.05  # standard deviation of what that adds to logits
-SINK = -1e6  # far below the score of every key
-
 PLANTED = {
     "tie_word_embeddings": False,
     "rope_theta": ROPE_THETA,
     "rope_scaling": {"rope_type": "default"},
     "_planted": True,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """The length of the embeddings, which decides how a norm scales the subspace."""
-
-    hidden_size: int
-    scale: float  # a norm turns 1 into this: a power of two
-    energy: float  # sum of an embedding's squares
-    random: float  # standard deviation outside of the subspace
-
-    @classmethod
-    def of(cls, text: PlantedText, dims: Dims, hidden_size: int, eps: float) -> Stream:
-        needed = 2 + text.key_bits + text.num_bits + 1  # squares of an embedding's parts, and some ballast
-        scale = 2.0 ** math.floor(math.log2(hidden_size / needed) / 2) if hidden_size > needed else 0.0
-        if scale < 2 or hidden_size < 2 * dims.size:
-            raise ModelError(f"hidden_size {hidden_size} is too small to plant a text of {dims.size} dimensions in")
-        energy = hidden_size * (1 / scale**2 - eps)
-        return cls(hidden_size, scale, energy, math.sqrt(RANDOM_ENERGY * energy / (hidden_size - dims.size)))
 
 
 class PlantedModel:
@@ -156,10 +134,19 @@ class PlantedModel:
         return comparing(drawn, self.text, self.dims, rows, self.stream.scale, RESULT * self.stream.scale)
 
 
+def planted_model(config: ModelConfig, seed: int = 0) -> PlantedModel | PlantedEntries:
+    """Return what makes the tensors of a model, and knows its text. Raises ModelError if the sizes cannot hold one."""
+    if config.compressed is None:
+        return PlantedModel(config, seed)
+    if config.quantization is not None and not config.quantization.is_online:
+        raise ModelError(f"{config.architecture} in its published formats: a text is planted in 16 or 32 bits alone")
+    return PlantedEntries(config, seed)
+
+
 def maker(config: ModelConfig) -> Callable[[TensorSpec], Tensor]:
     """Return what makes the tensors of a planted model, for --load-format planted:maker. Raises ModelError for a format
     of quantized weights in which no text is planted."""
-    model, quantization = PlantedModel(config), config.quantization
+    model, quantization = planted_model(config), config.quantization
     if quantization is None or quantization.is_online or quantization.weight_scale == "mxfp4":
         return model.tensor
     if quantization.weight_scale != "blocks" or quantization.rounding != "groups":
@@ -189,47 +176,18 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def write_planted(
     directory: Path, fields: dict[str, Any], *, seed: int = 0, shard_bytes: int = SHARD_BYTES
-) -> PlantedModel:
+) -> PlantedModel | PlantedEntries:
     """Write a model as `write_random` does, with a text planted in it.
 
     All shapes stay. Embedding and head are separate, and the rotary frequencies are lower.
     """
     config = write_config(directory, fields | PLANTED)
-    model, dtype = PlantedModel(config, seed), getattr(torch, config.checkpoint_dtype)
-    write_shards(directory, ((spec.name, model.tensor(spec).to(dtype)) for spec in tensor_specs(config)), shard_bytes)
+    model, dtype = planted_model(config, seed), getattr(torch, config.checkpoint_dtype)
+    made = ((spec.name, model.tensor(spec)) for spec in tensor_specs(config))
+    stored = ((name, each.to(dtype) if each.is_floating_point() else each) for name, each in made)
+    write_shards(directory, stored, shard_bytes)
     write_tokenizer(directory, config.vocab_size)
     return model
-
-
-def embedding(
-    drawn: Tensor,
-    text: PlantedText,
-    dims: Dims,
-    stream: Stream,
-    dtype: str,
-    low: Tensor | None = None,
-    unset: Sequence[int] = (),
-) -> Tensor:
-    """Turn normal noise [vocab_size, hidden_size], in place, into embeddings that have equal length in `dtype`.
-
-    `low` [vocab_size] int64 replaces the low digits. The results of the bits `unset` begin as 0 of a bit.
-    """
-    drawn.mul_(stream.random)
-    drawn[:, : dims.size] = 0.0
-    drawn.copy_(drawn.to(getattr(torch, dtype)))
-    rows = torch.arange(text.vocab_size, device=drawn.device)
-    low = torch.from_numpy(text.low).to(drawn.device) if low is None else low
-    keys, values = (torch.from_numpy(each).to(drawn.device) for each in (text.keys, text.values))
-    drawn[rows, dims.low.start + low] = 1.0
-    drawn[:, dims.key] = _signs(keys.unsqueeze(1) >> torch.arange(text.key_bits, device=drawn.device) & 1)
-    drawn[:, dims.value] = _signs(values)
-    drawn[:, dims.one] = 1.0
-    drawn[:, [dims.result.start + bit for bit in unset]] = -RESULT
-    rest = stream.energy - torch.cat([block.square().sum(1) for block in drawn.split(4096)])
-    for dim in range(dims.ballast.start, dims.ballast.stop):
-        drawn[:, dim] = _rounded_down(rest.clamp_min(0.0).sqrt(), dtype)
-        rest -= drawn[:, dim].square()
-    return drawn
 
 
 def random_scale(spec: TensorSpec, added: float) -> float:
@@ -238,27 +196,3 @@ def random_scale(spec: TensorSpec, added: float) -> float:
     if spec.name.endswith(("o_proj.weight", "out_proj.weight")):
         return scale * added
     return scale * added * 2 if spec.name.endswith("down_proj.weight") else scale
-
-
-def comparing(drawn: Tensor, text: PlantedText, dims: Dims, rows: Tensor, low_scale: float, bit_scale: float) -> Tensor:
-    """Turn normal noise [num_rows, hidden_size], in place, into an lm_head that compares low digit and bits.
-
-    The head sees the low digit as `low_scale` and the bits as +-`bit_scale`. Code c has the row rows[c]; `rows` is
-    [num_codes] int64.
-    """
-    drawn.mul_(RANDOM_LOGIT / math.sqrt(2 * RANDOM_ENERGY * drawn.shape[1]))
-    drawn[:, : dims.size] = 0.0
-    rows, codes = rows.to(drawn.device), torch.arange(text.num_codes, device=drawn.device)
-    bits = (codes // text.base).unsqueeze(1) >> torch.arange(text.num_bits, device=drawn.device) & 1
-    drawn[rows, dims.low.start + (codes - 1) % text.base] = GAMMA / low_scale
-    drawn[rows, dims.result] = _signs(bits) * (GAMMA / 2 / bit_scale)
-    return drawn
-
-
-def _signs(bits: Tensor) -> Tensor:
-    return bits.float() * 2 - 1
-
-
-def _rounded_down(values: Tensor, dtype: str) -> Tensor:
-    dropped = {"float32": 0, "bfloat16": 16, "float16": 13}[dtype]  # bits of float32's mantissa
-    return (values.view(torch.int32) >> dropped << dropped).view(torch.float32)

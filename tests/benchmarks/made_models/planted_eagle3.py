@@ -26,8 +26,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from planted import RANDOM_ENERGY, PlantedModel, Stream, comparing, embedding, random_scale
+from planted import PlantedModel, random_scale
 from planted_heads import Heads
+from planted_stream import RANDOM_ENERGY, Stream, comparing, embedding
 from planted_text import OFFSETS, Read, hashed
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards
 from torch import Tensor

@@ -119,7 +119,7 @@ def test_loading_and_making_the_node_are_parts_of_the_start(monkeypatch: pytest.
     monkeypatch.setattr(startup, "Engine", fails)
     with pytest.raises(ConfigError, match="out of memory before the node could serve"):
         startup.load_engine(EngineConfig(device="cpu", threads=1))
-    monkeypatch.setattr(startup, "make_membership", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(startup, "make_membership", lambda *_, **__: SimpleNamespace())
     with pytest.raises(ConfigError, match="out of memory before the node could serve"):
         startup.serve(EngineConfig(), "d", "decode", None, None, "e", "", fails)  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ def plan_of(slots: list[int]) -> TokenPlan:
     generator, num = torch.Generator().manual_seed(0), len(slots)
     table, tails = (1 + torch.randperm(4 * num, generator=generator).view(num, 4) for _ in range(2))
     numbers = torch.arange(num, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
-    each = (*numbers, numbers[1], table, tails, torch.zeros(num, dtype=torch.int32))
+    each = (*numbers, numbers[1], numbers[1] + 1, table, tails, torch.zeros(num, dtype=torch.int32))
     return TokenPlan(*(one.to(DEVICE) for one in each))
 
 

@@ -20,13 +20,16 @@ FREQUENCIES = torch.tensor([1.0, 0.1], device=DEVICE)
 
 
 @pytest.mark.parametrize("chunks", [[NUM], [3, 1, 1, 9, 2, 7, 4]], ids=str)
-@pytest.mark.parametrize(("rate", "width", "overlaps"), [(4, 12, True), (8, 136, False)])
+@pytest.mark.parametrize(
+    ("rate", "width", "overlaps", "num_kept"), [(4, 12, True, 8), (8, 136, False, 8), (2, 12, True, 5)]
+)
 def test_entries_are_the_same_however_a_text_is_divided(
-    rate: int, width: int, chunks: list[int], *, overlaps: bool
+    rate: int, width: int, chunks: list[int], num_kept: int, *, overlaps: bool
 ) -> None:
+    """Pages that keep fewer rows than they have tokens keep the last ones."""
     columns = width * (1 + overlaps)
     inputs, bias, norm = random(NUM, 2 * columns), random(rate, columns, seed=1), Norm(random(width, seed=2), 1e-6)
-    rows = torch.full((8, 1, 1, PAGE_SIZE, 2 * columns), float("nan"), device=DEVICE)
+    rows = torch.full((8, 1, 1, num_kept, 2 * columns), float("nan"), device=DEVICE)
     entries = torch.full((8, 1, 1, PAGE_SIZE, -(-width // rate)), float("nan"), device=DEVICE)
     start = 0
     for num in chunks:
@@ -35,8 +38,13 @@ def test_entries_are_the_same_however_a_text_is_divided(
         compress_paged(inputs[start : start + num], bias, norm, FREQUENCIES, rows, entries, plan)
         assert not plan.arrivals.any()
         start += num
-    stored = rows[TAILS[0], 0, 0].flatten(0, 1)
-    assert torch.equal(stored[:NUM], inputs) and stored[NUM:].isnan().all()
+    slots = torch.tensor(
+        [slot for slot in range(NUM) if slot + num_kept >= min(NUM, -(-(slot + 1) // PAGE_SIZE) * PAGE_SIZE)]
+    )
+    at = TAILS[0][slots // PAGE_SIZE], slots % PAGE_SIZE % num_kept
+    assert torch.equal(rows[at[0], 0, 0, at[1]], inputs[slots])
+    rows[at[0], 0, 0, at[1]] = float("nan")
+    assert rows.isnan().all()
     num = NUM // rate
     expected = compress(inputs[: num * rate], bias, norm, has_before=False).unsqueeze(1)
     angles = (rate * torch.arange(num, device=DEVICE).view(-1, 1, 1)) * FREQUENCIES
