@@ -45,10 +45,13 @@ from ..engine.work import Accepted, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, RoundOutOfMemory
+from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
-from ..metadata.handoff.transfer import Arrived, Revoked, TransferFailed
+from ..metadata.handoff.data_links import DataLinks
+from ..metadata.handoff.server import HandoffServer
+from ..metadata.handoff.transfer import Arrived, Event, LoanOver, Revoked, TransferFailed
 from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
-from ..metadata.wire.node_info import Load, NodeStats
+from ..metadata.wire.node_info import Lender, Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .chunk_length import MAX_AHEAD, PromptTokens
 from .memory_relief import MemoryRelief
@@ -100,6 +103,7 @@ class DecodeNode:
         membership: Membership,
         handoff: HandoffClient,
         chunk: int,
+        server: HandoffServer | None = None,
         *,
         is_adaptive: bool = False,
         overlaps: bool | None = None,
@@ -107,6 +111,7 @@ class DecodeNode:
         max_gap_s: float | None = None,
     ):
         """`cache` owns the pages that `executor` writes. `chunk`: the most prompt tokens that a step computes.
+        `server` lends pages of the cache; None: the node lends and borrows none.
         `is_adaptive`: adapt the draft length to the measured benefit; otherwise draft all steps.
         `overlaps`: submit a round before the results of the last one are read; None: if the device is a GPU.
         `expects_prompts`: prepare for local prompts; otherwise they are computed as well, but delay other sequences
@@ -115,7 +120,8 @@ class DecodeNode:
         self.executor = executor
         self.cache = cache
         self.membership = membership
-        self.handoff = handoff
+        self.handoff, self._server = handoff, server
+        self.links = DataLinks(handoff, server)
         with ProgressBar("capturing round graphs") as progress:
             executor.warm_up(progress, expects_prompts=expects_prompts)
         self.rounds = Rounds(executor)
@@ -147,6 +153,7 @@ class DecodeNode:
             vocab_size=executor.vocab_size,
             context_len=executor.context_len,
         )
+        self._borrower = None if server is None else Borrower(cache, handoff, self._prompt_token_s)
         self._counts = _Counts()
         self._put_off: list[RouterWork | RouterGone] = []  # messages that came while the device computed
 
@@ -165,6 +172,7 @@ class DecodeNode:
             joint=executor.joint_sizes,
             window=executor.window,
             tail_window=executor.tail_window,
+            held_window=executor.held_window,
             on_finish=self._release,
             streams_elsewhere=self._streams_elsewhere,
         )
@@ -219,8 +227,14 @@ class DecodeNode:
             num_routers=len(self.membership.routers),
         )
 
+    def _prompt_token_s(self) -> float:
+        """Return the seconds in which it computes a token of a prompt beside its streams; 0: unknown."""
+        return self._budget.rate(self.scheduler.num_streams or 1, 0).token_s
+
     def stats(self) -> NodeStats:
         counts, rounds = self._counts, self.rounds.stats
+        borrowed = BorrowTotals() if self._borrower is None else self._borrower.totals
+        ends = [end for end in (self.handoff, self._server) if end is not None]
         return NodeStats(
             steps=counts.steps,
             prompt_tokens=counts.prompt_tokens,
@@ -228,13 +242,14 @@ class DecodeNode:
             computed_tokens=counts.computed_tokens,
             generated_tokens=counts.generated_tokens,
             preemptions=self.scheduler.num_preemptions,
-            pages_moved=counts.pages_moved,
-            bytes_moved=counts.bytes_moved,
+            borrowed_tokens=borrowed.num_pages * self.cache.pool.page_size,
+            pages_moved=counts.pages_moved + borrowed.num_pages,
+            bytes_moved=counts.bytes_moved + borrowed.num_bytes,
             checksum_failures=self.handoff.num_checksum_failures,
-            dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
+            dropped_frames=self.membership.dropped_frames + sum(end.dropped.count for end in ends),
             cache_changes=self.cache.num_changes,
             host=None if self.cache.tier is None else self.cache.tier.figures,
-            transfer_seconds=counts.transfer_seconds,
+            transfer_seconds=counts.transfer_seconds + borrowed.seconds,
             num_rounds=rounds.num_verified,
             num_drafted=rounds.num_drafted,
             accepted_at=tuple(rounds.accepted_at),
@@ -253,8 +268,9 @@ class DecodeNode:
         return Counter(sequence.router for sequence in self.scheduler)
 
     def tickets(self) -> tuple[Unit, ...]:
-        """Return the units of all reserved sequences, whose pages are not complete."""
-        return tuple(self.scheduler.reserved)
+        """Return the units of all reserved sequences, whose pages are not complete, and of the loans to other nodes."""
+        loans = () if self._server is None else self._server.loans()
+        return (*self.scheduler.reserved, *loans)
 
     # --- messages ---
 
@@ -280,7 +296,8 @@ class DecodeNode:
             if sequence.sampling.params.grammar is not None:
                 self.executor.expect(sequence.sampling.params.grammar)
             if isinstance(message, Compute):
-                self._start_local(sequence)
+                if not self._borrows(sequence, message.lender):
+                    self._start_local(sequence)
             else:
                 assert sequence.lease is not None
                 num_prompt_pages = -(-len(sequence.token_ids) // self.cache.pool.page_size)
@@ -290,6 +307,15 @@ class DecodeNode:
                     num_tails = num_prompt_pages - sequence.tail.first
                     pages = pages + sequence.tail.own[:num_tails]
                 self.handoff.claim(sequence.unit, message.prefill, num_cached_pages, pages)
+
+    def _borrows(self, sequence: Sequence, lender: Lender | None) -> bool:
+        """Begin to borrow pages of a local prompt, if another node has some and that is sooner than computing. The
+        sequence stays reserved until the loan is over. Other choices of its request take the pages from the cache."""
+        if self._borrower is None or lender is None or sequence.unit.choice:
+            return False
+        assert sequence.lease is not None, sequence.unit
+        most = self.scheduler.pages.most_cached(sequence)
+        return self._borrower.begin(sequence.unit, lender, sequence.token_ids, sequence.pages, sequence.lease, most)
 
     def _start_local(self, sequence: Sequence) -> None:
         """Run a sequence whose prompt is computed here."""
@@ -350,6 +376,8 @@ class DecodeNode:
 
     def _drop(self, sequence: Sequence, reason: str) -> None:
         if sequence.unit in self.scheduler.reserved:
+            if self._borrower is not None:
+                self._borrower.drop(sequence.unit, reason)
             self.handoff.drop(sequence.unit, reason)
         self.scheduler.finish(sequence)
 
@@ -367,6 +395,8 @@ class DecodeNode:
             self._handle(message)
         for event in self.handoff.poll():
             self._arrive(event)
+        if self._server is not None:
+            self._server.poll()  # nobody waits for a loan's end
 
     @property
     def _expects_arrivals(self) -> bool:
@@ -413,8 +443,11 @@ class DecodeNode:
         if self.executor.is_done:
             self._clock.overrun(since)
 
-    def _arrive(self, event: Arrived | TransferFailed | Revoked) -> None:
+    def _arrive(self, event: Event) -> None:
         """Process an event of the handoff client."""
+        if isinstance(event, LoanOver):
+            self._end_loan(event)
+            return
         sequence = self.scheduler.reserved.get(event.unit)
         if sequence is None:
             return
@@ -432,6 +465,12 @@ class DecodeNode:
                 self._fail(sequence.router, unit, code, reason, is_retryable=not is_refused)
             case Revoked():  # the prefill node told the router: the only token, or why there is none
                 self.scheduler.finish(sequence)
+
+    def _end_loan(self, event: LoanOver) -> None:
+        """Compute what a local prompt has not borrowed, unless the loan goes on."""
+        assert self._borrower is not None, event
+        if self._borrower.take(event) is not None:
+            self._start_local(self.scheduler.reserved[event.unit])
 
     def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
         """Run a sequence whose pages have arrived. If there is no memory for it, it ends with an error."""

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from ..metadata.bus.asks import Asks
 from ..metadata.errors import RequestError
 from ..metadata.wire.messages import CapacityFreed, Compute, Reserve, Reserved, ToRouter
@@ -55,7 +57,7 @@ class Reservations:
             return []
         granted: list[Sequence] = []
         router, now = message.router_epoch, time.monotonic()
-        is_refused = not self._asks.may_take(router, now)
+        is_refused = is_kept = not self._asks.may_take(router, now)
         for choice in () if is_refused else message.choices:
             try:
                 sequence = new_sequence(
@@ -78,7 +80,7 @@ class Reservations:
             self._asks.refuse(router, message.waited_s, self._scheduler.pages.num_releases, now)
         else:
             self._asks.grant(router)
-        self._answer(message, [sequence.unit for sequence in granted])
+        self._answer(message, [sequence.unit for sequence in granted], is_kept=is_kept)
         return granted
 
     def announce_capacity(self) -> None:
@@ -93,7 +95,11 @@ class Reservations:
         """The router of this epoch is gone."""
         self._asks.forget(router)
 
-    def _answer(self, message: Reserve | Compute, units: list[Unit]) -> None:
-        granted = tuple(unit.choice for unit in units)
-        answer = Reserved(rid=message.rid, attempt=message.attempt, granted=granted, load=self._load())
+    def _answer(self, message: Reserve | Compute, units: list[Unit], *, is_kept: bool = False) -> None:
+        """`is_kept`: the room is another router's, whose request counts as running. A router takes a refusal by an
+        empty node for a request that never fits."""
+        granted, load = tuple(unit.choice for unit in units), self._load()
+        if is_kept:
+            load = msgspec.structs.replace(load, running=max(1, load.running))
+        answer = Reserved(rid=message.rid, attempt=message.attempt, granted=granted, load=load)
         self._send(answer, message.router_epoch)

@@ -91,6 +91,7 @@ class DecodeScheduler:
         joint: JointSizes = NO_SIZE,
         window: int | None = None,
         tail_window: int = 0,
+        held_window: int = 0,
         on_finish: Callable[[Sequence], None] | None = None,
         streams_elsewhere: Callable[[], Streams] = Streams,
     ) -> None:
@@ -103,7 +104,8 @@ class DecodeScheduler:
         `joint`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
         in the round, too.
         `window`: positions that the layers see, if none sees all; pages before them are given back.
-        `tail_window`: positions that the layers with tail pages see; 0: there are no such layers.
+        `tail_window`: positions that the layers with tail pages see; 0: there are no such layers. `held_window`: those
+        whose tail pages a sequence holds.
         `on_finish` is called for every finished sequence. `streams_elsewhere` returns the sequences of other ranks
         that a chunk delays, too."""
         self.cache = cache
@@ -116,7 +118,7 @@ class DecodeScheduler:
         self.page_size = cache.pool.page_size
         first_rounds_len = 1 + shape.num_steps + shape.num_slots  # the second begins where a fully accepted one ends
         self.pages = SequencePages(
-            cache, first_rounds_len, context_len, num_prompt_states, window, tail_window, chunk_tokens
+            cache, first_rounds_len, context_len, num_prompt_states, window, tail_window, held_window, chunk_tokens
         )
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens

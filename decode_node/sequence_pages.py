@@ -28,6 +28,7 @@ class SequencePages:
         num_prompt_states: int = 0,
         window: int | None = None,
         tail_window: int = 0,
+        held_window: int = 0,
         chunk_tokens: int = 0,
     ) -> None:
         """`first_rounds_len`: tokens that the first two rounds of a sequence may write. The other arguments are those
@@ -38,7 +39,8 @@ class SequencePages:
         self._num_prompt_states = num_prompt_states
         self._window = window
         self._num_tails = tails_before(tail_window, self._page_size)  # that a hit needs if work continues behind it
-        self._tail_window, self._chunk_len = tail_window, chunk_tokens + 1 + first_rounds_len
+        self._tail_window, self._held_window = tail_window, held_window
+        self._chunk_len = chunk_tokens + 1 + first_rounds_len
         self.num_releases = 0  # how often a sequence gave pages back
 
     def take(self, sequence: Sequence, headroom: int = 0, *, is_pulled: bool = False) -> bool:
@@ -50,7 +52,7 @@ class SequencePages:
         num_tails = 0 if is_pulled else self._num_tails
         end = decode_len(num_tokens, self._first_rounds_len, self._context_len)  # drafts may not pass the context
         num_pages = pages_of(end, self._page_size)
-        prefix = sequence.token_ids, sequence.salt, self._most_cached(sequence), num_tails
+        prefix = sequence.token_ids, sequence.salt, self.most_cached(sequence), num_tails
         sequence.restore(self._cache.restore(*prefix, num_pages=num_pages + headroom) * self._page_size)
         lease = self._cache.acquire(*prefix)
         tail = self._begin_tail(num_tokens, lease, is_pulled=is_pulled)
@@ -71,7 +73,7 @@ class SequencePages:
 
     def fetch(self, sequence: Sequence) -> None:
         """Begin to read files of a local prompt, if that is sooner than to compute its tokens."""
-        limit = self._most_cached(sequence)
+        limit = self.most_cached(sequence)
         sequence.fetch = self._cache.fetch(sequence.token_ids, sequence.salt, limit, self._num_tails)
 
     def awaits_files(self, sequence: Sequence) -> bool:
@@ -104,7 +106,7 @@ class SequencePages:
         which would write over them. So another text may continue behind the end of the prompt."""
         assert sequence.lease is not None and sequence.tail is not None, sequence.unit
         tails = sequence.tail.numbers(passed)
-        end = sequence.prompt_len // self._page_size - self._num_tails
+        end = (sequence.prompt_len - 1) // self._page_size - self._num_tails  # the same prompt may come again
         others = self._cache.exchange_tails(sequence.lease, passed.start, tails, Owner.REQUEST, end)
         sequence.tail.replace(passed.start, others)
 
@@ -136,7 +138,7 @@ class SequencePages:
     def _most_tails(self, *, is_decoding: bool) -> int:
         """Return how many tail pages a sequence may hold: those of two rounds, or of a chunk and the rounds after."""
         num_new = self._first_rounds_len if is_decoding else self._chunk_len
-        return most_tails(self._tail_window, num_new, self._page_size)
+        return most_tails(self._held_window, num_new, self._page_size)
 
     def exchange(self, sequence: Sequence) -> int:
         """Exchange pages of a local prompt of which nothing is computed yet for those that were computed since, by
@@ -146,7 +148,7 @@ class SequencePages:
         num_leased = len(sequence.lease.pages)
         if num_before != num_leased * self._page_size:
             return 0
-        prefix = sequence.token_ids, sequence.salt, self._most_cached(sequence), self._num_tails
+        prefix = sequence.token_ids, sequence.salt, self.most_cached(sequence), self._num_tails
         if self._cache.match(*prefix) <= num_leased and not self._cache.may_restore(*prefix):
             return 0
         self._free(sequence, len(sequence.pages))
@@ -193,7 +195,8 @@ class SequencePages:
             assert sequence.lease is not None, sequence.unit
             first, stop = sequence.tail.first, sequence.num_computed // self._page_size
             tails = sequence.tail.numbers(range(first, stop))
-            num_taken = self._cache.share_tails(sequence.lease, first, tails, stop - self._num_tails)
+            end = min(stop, len(sequence.lease.pages)) - self._num_tails
+            num_taken = self._cache.share_tails(sequence.lease, first, tails, end)
             sequence.tail.give_up(num_taken)
 
     def give_back_unseen(self, sequence: Sequence) -> None:
@@ -225,7 +228,7 @@ class SequencePages:
         self.num_releases += 1
         taken: list[int] = []
         if sequence.tail is not None:  # the text may continue behind its end
-            end = sequence.num_computed // self._page_size - self._num_tails
+            end = len(sequence.lease.pages) - self._num_tails  # the cache has no page whose next tokens are unknown
             taken = self._give_tails(sequence, sequence.tail.first, sequence.tail.own, end)
         self._free(sequence, len(sequence.pages), taken)
         sequence.give_up_pages()
@@ -238,7 +241,7 @@ class SequencePages:
         num_full = max(0, sequence.num_computed // self._page_size - first)
         return self._cache.give_tails(sequence.lease, first, tails[:num_full], end) if tails else []
 
-    def _most_cached(self, sequence: Sequence) -> int:
+    def most_cached(self, sequence: Sequence) -> int:
         """Return how many pages of a sequence may come from the prefix cache. Positions whose states are needed are
         computed."""
         if sequence.prompt_scores is None:

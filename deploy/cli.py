@@ -210,7 +210,8 @@ def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
             help="add the public key to this allow-list file; make the file if it is missing",
         )
         parser.add_argument(
-            "--name", help="list the key under this name: the node id, or router (default: the name of FILE)"
+            "--name",
+            help="list the key under this name: the node id, or router, or router-NAME (default: the name of FILE)",
         )
         return
     if name == "explain":

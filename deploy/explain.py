@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from urllib.parse import quote
@@ -11,6 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from ..metadata.config import setting
+from ..metadata.errors import BatonError, RequestError
 from ..router.requests.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
 from .client import Client
 from .terminal import count, duration, printable
@@ -22,7 +23,9 @@ BAR = 24  # characters that stand for the whole time
 class ExplainConfig:
     """Configuration of `baton explain`: the router to ask, and the form of the output."""
 
-    url: str = setting("http://127.0.0.1:8000", "where the router listens", metavar="URL")
+    url: str = setting(
+        "http://127.0.0.1:8000", "where the router listens; several, with commas between them", metavar="URL"
+    )
     admin_key: str | None = setting(None, "the router's admin key, or in BATON_ADMIN_KEY", metavar="KEY")
     api_key: str | None = setting(None, "its API key if it has no admin key, or in BATON_API_KEY", metavar="KEY")
     json: bool = setting(False, "print what the router answers, as JSON")
@@ -30,19 +33,46 @@ class ExplainConfig:
 
 
 def run(config: ExplainConfig, rid: str | None) -> int:
-    """Prints the trace of a request, or the list of recent ones. Raises Unavailable, RequestError, ConfigError."""
-    path = "/debug/requests" if rid is None else f"/debug/requests/{quote(rid, safe='')}"
-    client = Client(config.url, config.admin_key or config.api_key)
-    body = client.read(path)
-    answer = client.decoded(path, body, RecentRequests if rid is None else Explanation)
-    if config.json:
-        print(msgspec.json.format(body, indent=2).decode())
-    elif isinstance(answer, RecentRequests):
-        print("\n".join(map(printable, _table(answer.requests))))
+    """Print the trace of a request, or the list of recent ones. Raises Unavailable, RequestError, ConfigError."""
+    clients = [Client(url.strip(), config.admin_key or config.api_key) for url in config.url.split(",")]
+    if rid is None:
+        for client in clients:
+            if len(clients) > 1 and not config.json:
+                print(f"{client.url}:")
+            _print_recent(client, is_json=config.json)
     else:
-        block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
-        print("\n\n".join("\n".join(request_lines(trace, block)) for trace in answer.requests))
+        _print_one(clients, rid, is_json=config.json)
     return 0
+
+
+def _print_recent(client: Client, *, is_json: bool) -> None:
+    body = client.read(path := "/debug/requests")
+    if is_json:
+        print(msgspec.json.format(body, indent=2).decode())
+    else:
+        print("\n".join(map(printable, _table(client.decoded(path, body, RecentRequests).requests))))
+
+
+def _print_one(clients: Sequence[Client], rid: str, *, is_json: bool) -> None:
+    """Print the trace that one of the routers has: no router knows the requests of another."""
+    path = f"/debug/requests/{quote(rid, safe='')}"
+    problems: list[str] = []
+    for client in clients:
+        try:
+            body = client.read(path)
+            answer = client.decoded(path, body, Explanation)
+        except BatonError as error:
+            if len(clients) == 1:
+                raise
+            problems.append(f"{client.url}: {error}")
+            continue
+        if is_json:
+            print(msgspec.json.format(body, indent=2).decode())
+        else:
+            block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
+            print("\n\n".join("\n".join(request_lines(trace, block)) for trace in answer.requests))
+        return
+    raise RequestError("; ".join(problems))
 
 
 def request_lines(trace: RequestTrace, block: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""`baton up`: a router and nodes on this host, as child processes.
+"""`baton up`: routers and nodes on this host, as child processes.
 
 The launcher checks devices, model and port, starts all processes, and shows their progress until a first request has
 succeeded. It then prints the URL and watches: it restarts a process that ends (restarts.py decides when, and when to
-give up), and shows what the router reports (monitor.py). On a signal it stops the router first, then the
+give up), and shows what the router reports (monitor.py). On a signal it stops the routers first, then the
 nodes, and kills the processes that do not stop.
 """
 
@@ -22,7 +22,7 @@ from ..router.http.page.types import Snapshot
 from .child import Child
 from .client import Client
 from .monitor import LOOK_EVERY_S, Monitor, look
-from .plan import Plan, check_port, commands, free_port
+from .plan import LOOPBACK, Plan, check_port, commands, free_port
 from .restarts import GiveUp, Restart, Restarts
 from .run_dir import make_run_dir
 from .terminal import Signals, StartProgress, Status, make_key_file, ready_text, say
@@ -38,8 +38,9 @@ def run(plan: Plan) -> int:
     plan = plan.fetched(_say_before)
     plan.check_models()
     plan = plan.settled().watched()
-    port = plan.router.port or free_port(plan.router.host)
-    check_port(plan.router.host, port)
+    port = plan.router.port or free_port(plan.router.host, plan.up.routers)
+    for index in range(plan.up.routers):
+        check_port(plan.router.host, port + index)
     say(f"speculation: {plan.speculation}")
     for words in (plan.advice, plan.first_start):
         if words is not None:
@@ -47,10 +48,12 @@ def run(plan: Plan) -> int:
     run_dir = make_run_dir(plan.up.run_dir)
     secured = plan.secured(run_dir)
     try:
-        children = [Child(command, run_dir) for command in commands(secured, free_port(), port)]
-        client = Client.local(plan.router.host, port, CurrentKey(plan.router))
+        node_port = free_port(LOOPBACK, plan.up.routers)
+        children = [Child(command, run_dir) for command in commands(secured, node_port, port)]
+        key = CurrentKey(plan.router)
+        clients = [Client.local(plan.router.host, port + index, key) for index in range(plan.up.routers)]
         with Signals() as signals:
-            return Launcher(secured, children, client, run_dir, signals).run()
+            return Launcher(secured, children, clients, run_dir, signals).run()
     finally:
         if secured.keys_dir is not None:  # no process is left that reads the keys
             shutil.rmtree(secured.keys_dir, ignore_errors=True)
@@ -82,11 +85,13 @@ class CurrentKey:
 class Launcher:
     """Owns the child processes. No child outlives `run`."""
 
-    def __init__(self, plan: Plan, children: list[Child], client: Client, run_dir: Path, signals: Signals) -> None:
-        """`children`: the router first, then the nodes."""
+    def __init__(
+        self, plan: Plan, children: list[Child], clients: list[Client], run_dir: Path, signals: Signals
+    ) -> None:
+        """`children`: the routers first, then the nodes. `clients`: of the routers."""
         self._plan = plan
         self._children = children
-        self._client = client
+        self._clients = clients
         self._run_dir = run_dir
         self._signals = signals
         self._key_file: Path | None = None  # for the printed request
@@ -97,17 +102,21 @@ class Launcher:
             plan = self._plan
             prefill = _nodes(plan.up.prefill, "prefill", plan.prefill.num_ranks)
             decode = _nodes(plan.up.decode, "decode", plan.decode.num_ranks)
-            say(f"starting a router, {prefill} and {decode}; logs in {self._run_dir}")
+            routers = "a router" if len(self._clients) == 1 else f"{len(self._clients)} routers"
+            say(f"starting {routers}, {prefill} and {decode}; logs in {self._run_dir}")
             for child in self._children:
                 child.start()
             self._recommend_shape()
             if not self._wait_ready():
                 return self._stop()
-            self._children[0].forget("--expect")  # a router that starts again serves with the nodes that it finds
+            for router in self._routers:
+                router.forget("--expect")  # a router that starts again serves with the nodes that it finds
             key = next(iter(self._plan.router.client_keys), None)
             self._key_file = file = make_key_file(self._run_dir, key)
-            url, model = self._client.url, self._client.model_names()[0]
+            url, model = self._clients[0].url, self._clients[0].model_names()[0]
             print(ready_text(url, model, self._run_dir, asks_key=key is not None, key_file=file), flush=True)
+            if others := [client.url for client in self._clients[1:]]:
+                say(f"the same nodes are served by {', '.join(others)}, too")
             notify("ready", f"serves {url}")
             monitor = self._watch()
             exit_status = self._stop()
@@ -121,6 +130,14 @@ class Launcher:
                 child.kill()
             if self._key_file is not None:
                 self._key_file.unlink(missing_ok=True)
+
+    @property
+    def _routers(self) -> list[Child]:
+        return self._children[: len(self._clients)]
+
+    @property
+    def _nodes(self) -> list[Child]:
+        return self._children[len(self._clients) :]
 
     def _recommend_shape(self) -> None:
         """Print which shape serves the GPUs of this host best. The nodes load meanwhile."""
@@ -139,11 +156,12 @@ class Launcher:
         """
         start, next_poll, next_look = time.monotonic(), 0.0, 0.0
         with Status() as status:
-            progress = StartProgress((child.name for child in self._children[1:]), status)  # the router starts at once
+            progress = StartProgress((child.name for child in self._nodes), status)  # routers start at once
             while not self._signals.stops:
                 now = time.monotonic()
                 if now >= next_poll:
-                    if self._client.is_ready():  # all that the router expects are here; a snapshot may be older
+                    # all nodes that the routers expect are here then; a snapshot may be older
+                    if all(client.is_ready() for client in self._clients):
                         self._note_joined({child.name for child in self._children}, now, status.tell)
                         return True
                     next_poll = now + _READY_POLL_S
@@ -156,9 +174,12 @@ class Launcher:
                 self._tend(now, status.tell)
                 progress.draw(now - start)
                 if now - start > self._plan.up.ready_timeout_s:
-                    raise Unavailable(f"not ready after {now - start:.0f} s: {self._client.why_not_ready()}")
+                    raise Unavailable(f"not ready after {now - start:.0f} s: {self._why_not_ready()}")
                 self._signals.wait(_TICK_S)
         return False
+
+    def _why_not_ready(self) -> str:
+        return next(client for client in self._clients if not client.is_ready()).why_not_ready()
 
     def _watch(self) -> Monitor:
         """Restart processes that end and show figures and news, until a signal. Returns what has been seen.
@@ -194,32 +215,35 @@ class Launcher:
                 tell(_restart_line(child, verdict, self._restarts.serving(child.role)))
 
     def _look(self, now: float, tell: Callable[[str], None]) -> Snapshot | None:
-        """Ask the router for a snapshot, and record the processes that have joined. None: it does not answer."""
-        try:
-            snapshot = look(self._client, with_pages=False)
-        except BatonError:
-            return None
-        self._note_joined({node.id for node in snapshot.nodes if node.state != "gone"}, now, tell)
-        return snapshot
+        """Ask the routers for snapshots, and record the processes that have joined. Return that of the first router
+        which answers; None: none does."""
+        first: Snapshot | None = None
+        for client, router in zip(self._clients, self._routers, strict=True):
+            try:
+                snapshot = look(client, with_pages=False)
+            except BatonError:
+                continue
+            names = {node.id for node in snapshot.nodes if node.state != "gone"}
+            self._note_joined(names | {router.name}, now, tell)
+            first = first or snapshot
+        return first
 
     def _note_joined(self, names: set[str], now: float, tell: Callable[[str], None]) -> None:
-        """Record that the router answers, and that it has these nodes."""
+        """Record that these processes serve: a router that answers, and the nodes that it has."""
         for child in self._children:
-            has_joined = child.role == "router" or child.name in names
-            if has_joined and self._restarts.joined(child.name, now) and child.num_starts > 1:
+            if child.name in names and self._restarts.joined(child.name, now) and child.num_starts > 1:
                 tell(f"{child.name} serves again")
 
     def _stop(self) -> int:
-        """Stop the router, which finishes or ends its streams, then the nodes.
+        """Stop the routers, which finish or end their streams, then the nodes.
 
         Returns 0 if every process stopped when asked, else 1.
         """
         say("stopping (press Ctrl-C again to stop at once)")
         self._signals.stops = 0
-        router, nodes = self._children[:1], self._children[1:]
         limit_s = self._plan.up.stop_timeout_s + 1.0
         notify("stopping", limit_s=2 * limit_s)
-        for group in (router, nodes):
+        for group in (self._routers, self._nodes):
             for child in group:
                 child.terminate()
             deadline = time.monotonic() + limit_s
@@ -252,7 +276,7 @@ def _last_words(child: Child, num_lines: int = 15) -> str:
 def _restart_line(child: Child, restart: Restart, serving: list[str]) -> str:
     """Return the line about a process that has ended. `serving`: the processes of its role that still serve."""
     times = f", the {_ordinal(restart.num_in_row)} time in a row" if restart.num_in_row > 1 else ""
-    if child.role == "router":
+    if child.role == "router" and not serving:
         others = "nothing is served meanwhile"
     elif serving:
         others = f"{', '.join(serving)} {'serves' if len(serving) == 1 else 'serve'} on"

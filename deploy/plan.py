@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from ..engine.config import MEMORY_SHARE, EngineConfig
 from ..engine.drafters.algorithm import find_drafter, settle
 from ..engine.drafters.registry import describe
 from ..engine.gpus import lacks_cuda, visible_gpus
-from ..metadata.bus.allow_list import ROUTER, add_line, line_of
+from ..metadata.bus.allow_list import ROUTER, ROUTER_PREFIX, add_line, line_of
 from ..metadata.bus.curve import KeyPair
 from ..metadata.config import ProcessConfig, at_least, setting
 from ..metadata.errors import ConfigError
@@ -47,6 +48,7 @@ _COMPILED = "*.nbi"  # what numba calls the index of a compiled kernel
 class UpConfig:
     """Settings of the launcher alone. `baton up` also takes those of the router and the nodes."""
 
+    routers: int = setting(1, "start this many routers, which share the nodes, at ports one after the other")
     prefill: int = setting(1, "start this many prefill nodes; with 0, decode nodes compute prompts, too")
     decode: int = setting(1, "start this many decode nodes")
     prefill_tp: int | None = setting(None, "divide each prefill node among this many ranks (default: --tp)")
@@ -68,6 +70,8 @@ class UpConfig:
             at_least(self, name, 1)
         at_least(self, "ready_timeout_s", 0)
         at_least(self, "stop_timeout_s", 0)
+        if not 1 <= self.routers <= 16:
+            raise ConfigError(f"--routers {self.routers}: must be 1 to 16")
         if not 0 <= self.prefill <= 64:
             raise ConfigError(f"--prefill {self.prefill}: must be 0 to 64")
         if not 1 <= self.decode <= 64:
@@ -145,10 +149,15 @@ class Plan:
         keys_dir = run_dir / f"keys-{os.getpid()}"
         shutil.rmtree(keys_dir, ignore_errors=True)
         keys_dir.mkdir(mode=0o700)
-        for name in (ROUTER, *self.node_names("prefill"), *self.node_names("decode")):
+        for name in (*self.router_names, *self.node_names("prefill"), *self.node_names("decode")):
             keys = KeyPair.create(keys_dir / f"{name}.key")
             add_line(keys_dir / _ALLOW_LIST, line_of(name, keys.public))
         return replace(self, keys_dir=keys_dir)
+
+    @property
+    def router_names(self) -> list[str]:
+        """The names of the routers."""
+        return [ROUTER] if self.up.routers == 1 else [f"{ROUTER_PREFIX}{index}" for index in range(self.up.routers)]
 
     def node_names(self, role: Role) -> list[str]:
         """Return the names of the nodes of a role."""
@@ -241,19 +250,38 @@ def _ranked(config: _Node, role: Role, tp: int | None, dp_attention: int | None)
     return replace(config, tp=tp, dp_attention=dp_attention)
 
 
-def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
-    """Return the commands of the router, which comes first, and of the nodes.
+def _router_commands(plan: Plan, addresses: Sequence[str], http_port: int) -> list[Command]:
+    """Return the commands of the routers, which listen for nodes at these addresses. Raises ConfigError if two would
+    listen at one address."""
+    if len(addresses) > 1 and plan.router.ops_address is not None:
+        raise ConfigError(
+            f"--ops-address {plan.router.ops_address}: each of --routers {len(addresses)} would listen there; leave it "
+            "out, and read /metrics with the admin key"
+        )
+    router = replace(
+        plan.router,
+        drain_timeout_s=plan.up.stop_timeout_s,
+        expect=f"prefill={plan.up.prefill},decode={plan.up.decode}",
+        local_prefill="always" if plan.up.prefill == 0 else plan.router.local_prefill,
+        cache_secret=plan.router.cache_secret or (secrets.token_urlsafe() if len(addresses) > 1 else None),
+    )
+    made: list[Command] = []
+    for index, (name, address) in enumerate(zip(plan.router_names, addresses, strict=True)):
+        config = replace(plan.keyed(router, name), port=http_port + index, node_address=address)
+        made.append(Command(name, "router", _argv("router", config), to_environ(config)))
+    return made
 
-    `node_port`: the loopback port at which the nodes connect to the router. Raises ConfigError if nodes on one GPU are
-    given more than its memory.
+
+def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
+    """Return the commands of the routers, which come first, and of the nodes.
+
+    `node_port`: the loopback port at which the nodes connect to the first router; the next router has the next port, as
+    with `http_port`. Raises ConfigError if nodes on one GPU are given more than its memory, or if routers would listen
+    at one address.
     """
-    address = f"tcp://{LOOPBACK}:{node_port}"
-    drain = plan.up.stop_timeout_s
-    router = replace(plan.keyed(plan.router, ROUTER), port=http_port, node_address=address, drain_timeout_s=drain)
-    router = replace(router, expect=f"prefill={plan.up.prefill},decode={plan.up.decode}")
-    if plan.up.prefill == 0:
-        router = replace(router, local_prefill="always")
-    made = [Command("router", "router", _argv("router", router), to_environ(router))]
+    addresses = [f"tcp://{LOOPBACK}:{node_port + index}" for index in range(plan.up.routers)]
+    address, drain = ",".join(addresses), plan.up.stop_timeout_s
+    made = _router_commands(plan, addresses, http_port)
     num_processes = plan.up.prefill * plan.prefill.num_ranks, plan.up.decode * plan.decode.num_ranks
     threads = split_threads(len(os.sched_getaffinity(0)), *num_processes)
     gpus = visible_gpus()
@@ -272,11 +300,11 @@ def commands(plan: Plan, node_port: int, http_port: int) -> list[Command]:
                 model=str(resolve_model(config.model).resolve()),
                 threads=num_threads,
             )
-            if isinstance(node, DecodeConfig) and router.local_prefill == "never":
+            if isinstance(node, DecodeConfig) and plan.up.prefill and plan.router.local_prefill == "never":
                 node = replace(node, expect_prompts=False)
             environ = {"OMP_NUM_THREADS": str(num_threads)}
             if gpus and config.device != "cpu":
-                own = places[len(made) - 1]
+                own = places[len(made) - plan.up.routers]
                 sharing = [share for share, there in zip(shares, places, strict=True) if not own.isdisjoint(there)]
                 node = replace(node, memory_share=memory_share(config.memory_share, sharing))
                 if len(gpus) > 1:
@@ -336,9 +364,15 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"port {port} on {host} is taken or not allowed ({error.strerror}): use --port") from None
 
 
-def free_port(host: str = LOOPBACK) -> int:
-    """Return a port on which nothing listens right now."""
+def free_port(host: str = LOOPBACK, count: int = 1) -> int:
+    """Return the first of `count` successive ports on which nothing listens right now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    while True:
+        with ExitStack() as held:
+            probe = held.enter_context(socket.socket(family))
+            probe.bind((host, 0))
+            first: int = probe.getsockname()[1]
+            with suppress(OSError, OverflowError):  # one is taken, or beyond the last: try others
+                for port in range(first + 1, first + count):
+                    held.enter_context(socket.socket(family)).bind((host, port))
+                return first

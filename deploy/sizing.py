@@ -21,6 +21,7 @@ from ..engine.checkpoint.hub import small_files
 from ..engine.config import EngineConfig
 from ..metadata.config import at_least, setting
 from ..metadata.errors import ConfigError
+from ..metadata.logs import size_in_words
 from .simulation.cluster import ClusterShape, Outcome, simulate
 from .simulation.figures import Slo, goodput, summary
 from .simulation.times import Times, find, read
@@ -269,8 +270,11 @@ def _text(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Arri
 
 def _pool(times: Times) -> str:
     """Return what a node's pool holds, in words."""
-    tails = "" if times.tail_sequences is None else f", and the tail pages of {times.tail_sequences:,} sequences"
-    return f"{times.pool_tokens:,} tokens of context{tails}"
+    kept = f"{times.pool_tokens:,} tokens of context"
+    if times.tail_sequences is None:
+        return kept
+    size = "" if times.tail_bytes is None else f", {size_in_words(times.tail_bytes)} for each"
+    return f"{kept}, and the tail pages of {times.tail_sequences:,} sequences{size}"
 
 
 def _line(candidate: Candidate) -> str:
@@ -321,6 +325,7 @@ def _report(candidates: Sequence[Candidate], times: Times, arrivals: Sequence[Ar
         "is_simulated": True,
         "pool_tokens": times.pool_tokens,
         "tail_sequences": times.tail_sequences,
+        "tail_bytes": times.tail_bytes,
         "error": None if times.error is None else msgspec.structs.asdict(times.error),
         "slo": slo._asdict(),
         "requests": len(arrivals),

@@ -53,7 +53,7 @@ from .config import SHARING, EngineConfig
 from .device import SCORED_AT_ONCE, choose_device, choose_dtype, kind_of
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
-from .drafters.speculation import read_speculation
+from .drafters.speculation import LONGEST_PATH, read_speculation
 from .models.decoder import DecoderModel
 from .models.registry import load_model
 from .progress import Progress
@@ -79,7 +79,7 @@ from .tiers.cuda_copies import CudaCopies
 from .tiers.host_copies import HostCopies
 from .tiers.host_tier import HostTier
 from .tiers.pinned_memory import grant
-from .work import BatchRow
+from .work import MAX_MISSED, BatchRow
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +113,11 @@ class Engine:
         self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
-        _check_tried(self.device, self.model_config, self.speculation.draft)
+        _check_kernels(self.device, self.model_config, self.speculation)
         if not self.speculation.frozen_layers:  # these are read at any position by a drafter
             self.model_config = self.model_config.with_tail()
+        if not self.speculation.shape.is_chain:
+            self.model_config = self.model_config.with_trees(LONGEST_PATH)
         schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
         self.context_len = longest_context(config, self.model_config)
@@ -422,8 +424,24 @@ class Engine:
 
     @property
     def tail_window(self) -> int:
-        """Positions that the target's layers with tail pages see; 0: it has no such layers."""
+        """Positions that the layers with tail pages see; 0: there are no such layers."""
         return tail_window(self.schema)
+
+    @property
+    def held_window(self) -> int:
+        """Positions whose tail pages a sequence holds: `tail_window` and, if the drafter has KV there, the rows that it
+        may catch up on."""
+        return self.tail_window + (MAX_MISSED if self.has_draft_tails else 0)
+
+    @property
+    def draft_window(self) -> int:
+        """Positions that a drafter with KV in tail pages reads back; 0: there is none."""
+        return 0 if self.schema.draft is None else self.schema.draft.window
+
+    @property
+    def has_draft_tails(self) -> bool:
+        """Whether tail pages have KV of the drafter, which depends on the first token of a choice."""
+        return self.draft_window > 0
 
     @property
     def page_bytes(self) -> int:
@@ -444,7 +462,7 @@ class Engine:
             return 0
         return tails_beside(
             num_pages,
-            self.tail_window,
+            self.held_window,
             self._config.page_size,
             num_new=3 * (1 + self.speculation.shape.num_slots),
             chunk_len=self._config.chunk(self.device.type),
@@ -547,10 +565,10 @@ class Engine:
             return submitted.read([state.params.num_logprobs for state in states])
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy one page into another in all pools of kept pages. All choices of a prompt share its tail pages."""
-        for pool, is_tail in zip(self._pools, are_tails(self.schema), strict=True):
-            if not is_tail:
-                pool[:, target].copy_(pool[:, source])
+        """Copy one page into another in all pools that have them: both are kept pages, or tail pages."""
+        for pool, memory in zip(self._pools, self.memory, strict=True):
+            if memory.holds(source):
+                pool[:, target - memory.first].copy_(pool[:, source - memory.first])
 
     def move_kv(
         self,
@@ -565,7 +583,9 @@ class Engine:
             move_slots_(pool, table, sources, targets)
 
     def has_tail_pages(self, pool: torch.Tensor) -> bool:
-        """Return whether a pool of the target has tail pages."""
+        """Return whether a pool of target or draft has tail pages."""
+        if self.draft_pools is not None and any(each is pool for each in self.draft_pools.all):
+            return self.has_draft_tails
         windows = {name: each.window for name, each in further_pools(self.schema).items()}
         return any(each is pool and windows[f"target.{name}"] for name, each in self.target_pools.further.items())
 
@@ -593,11 +613,18 @@ def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, specul
     return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
 
 
-def _check_tried(device: torch.device, *configs: ModelConfig | None) -> None:
-    """Raise ConfigError if target or draft need kernels that have not run on a GPU."""
-    for config in configs if device.type == "cuda" else ():
+def _check_kernels(device: torch.device, target: ModelConfig, speculation: Speculation) -> None:
+    """Raise ConfigError if target or draft need kernels that a GPU does not have, or that have not run on one."""
+    if device.type != "cuda":
+        return
+    for config in (target, speculation.draft):
         if config is not None and (untried := config.untried_on_gpu):
             raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
+    if target.delta is not None and not speculation.shape.is_chain:
+        raise ConfigError(
+            f"draft_topk is {speculation.shape.topk}, but on a GPU layers with a gated delta rule, as "
+            f"{target.architecture} has, verify chains alone; use --draft-topk 1"
+        )
 
 
 def _check_size(num_pages: int) -> None:

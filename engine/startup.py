@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from typing import Protocol
 
 from ..kernels.operations import captures
-from ..metadata.bus.addresses import host_towards, parse_address, require_keys
-from ..metadata.bus.allow_list import RANK, ROUTER
+from ..metadata.bus.addresses import address_of_rank, any_port_of, host_towards, parse_address, require_keys
+from ..metadata.bus.allow_list import RANK, is_router
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.membership import Member, Membership
 from ..metadata.bus.router_addresses import router_entries
@@ -40,6 +40,7 @@ from .tiers.opening import open_disk_tier
 from .tuning.tuning import share_choices, tune, use_file
 
 _GROUP_PROTOCOL = fields_since(Hello)["place"]  # a router of an older one would not know that ranks live together
+_WILDCARDS = ("0.0.0.0", "::", "*")
 logger = logging.getLogger(__name__)
 
 
@@ -111,10 +112,12 @@ def serve(
     data_address: str,
     make_node: Callable[[Membership], ServedNode],
     ranks: RankProcesses | None = None,
+    *,
+    borrows: bool = False,
 ) -> int:
     """Meet the router and run the node until it is asked to leave. Returns the exit status. `ranks`: its other ranks.
-    Raises RankLost if one of them is lost."""
-    membership = make_membership(config, name, role, engine, keys, epoch, data_address, ranks)
+    `borrows`: it borrows cached pages of other nodes. Raises RankLost if one of its ranks is lost."""
+    membership = make_membership(config, name, role, engine, keys, epoch, data_address, ranks, borrows=borrows)
     with memory_to_start(), nullcontext() if ranks is None else ranks.guarded():
         node = membership.member = make_node(membership)
     garbage, steps = Garbage(), engine.group_steps
@@ -150,7 +153,7 @@ def serve(
         return error.exit_status
     finally:
         membership.close()
-        node.handoff.close()
+        node.links.close()
         engine.cache.close()
         if events is not None:
             events.close()
@@ -174,6 +177,8 @@ def make_membership(
     epoch: str,
     data_address: str,
     ranks: RankProcesses | None = None,
+    *,
+    borrows: bool = False,
 ) -> Membership:
     """The node's Hello and its link to the router, not started yet."""
     place = None if engine.group_steps is None else engine.group_steps.place
@@ -203,6 +208,7 @@ def make_membership(
         rounds_coarsely=engine.rounds_coarsely,
         place=place,
         commit=commit_of(engine.model_dir),
+        borrows=borrows,
     )
     return Membership(
         hello,
@@ -243,12 +249,33 @@ def load_keys(config: EngineConfig, *addresses: str) -> KeyPair | None:
             f"{config.node_id} in the list (`baton keys --name {config.node_id} FILE` makes a new one), or use "
             f"--node-id {name}"
         )
-    if keys is not None and name == ROUTER:
-        raise ConfigError(f"--keys {config.keys}: allow-list {config.allow_list} says that this is the router's key")
+    if name is not None and is_router(name):
+        raise ConfigError(
+            f"--keys {config.keys}: allow-list {config.allow_list} calls this key {name!r}, which is a router's; give "
+            "this node a key of its own"
+        )
     for address in (*router_entries(config.router), *addresses):
         require_keys(address, keys)
         parse_address(address)
     return keys
+
+
+def check_bind_host(config: EngineConfig) -> None:
+    """Raise ConfigError if other nodes cannot open data links to this one at its `bind_host`, or need keys that it does
+    not have."""
+    if parse_address(any_port_of(config.bind_host)).host in _WILDCARDS:
+        raise ConfigError(
+            f"bind_host {config.bind_host} is a wildcard: give the address at which other nodes reach this node"
+        )
+    ends = (address_of_rank(config.bind_host, rank) for rank in (0, config.num_ranks - 1))
+    load_keys(config, *map(any_port_of, ends))
+
+
+def address_for_peers(config: EngineConfig, address: str) -> str:
+    """Return the address at which a decode node tells other nodes to borrow its pages. It is empty if the router is on
+    another host and `address` is loopback, since nodes of other hosts would not reach it."""
+    is_loopback, router = parse_address(address).is_loopback, host_towards(router_entries(config.router)[0])
+    return "" if is_loopback and not parse_address(any_port_of(router)).is_loopback else address
 
 
 def make_endpoint(

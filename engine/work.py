@@ -254,7 +254,8 @@ class LoadPages:
 class Tail:
     """A prompt whose last token is in the chunk, and its choices: each samples its own first token.
 
-    `copies` gives the choices after the first one their own copies of the pages that a first token changes.
+    `copies` gives the choices after the first one their own copies of the pages that a first token changes, tail pages
+    included.
     """
 
     row: int  # index into the chunk's rows
@@ -263,6 +264,7 @@ class Tail:
     copies: CopyPages
     is_handed_over: bool  # whether a decode node continues: then the drafter works, and metadata rows are reported
     num_cached: int  # prompt tokens found in the prefix cache, for the metadata rows
+    tail_tables: Sequence[Sequence[int] | None] = ()  # of each choice, as of `BatchRow`; empty: there are no such pages
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,8 @@ class NodeConfig(ProcessConfig):
     )
     bind_host: str = setting(
         "127.0.0.1",
-        "serve KV pages on this address (prefill nodes only); the hosts of the decode nodes must reach it. Of "
-        "tcp://HOST:PORT, rank 1 takes the next port, and so on",
+        "serve KV pages on this address, which the hosts of the other nodes must reach; a decode node lends cached "
+        "pages there. Of tcp://HOST:PORT, rank 1 takes the next port, and so on",
     )
     transport: Literal["auto", "cuda", "local", "plain", "aes", "zmq", "nixl"] = setting(
         "auto",

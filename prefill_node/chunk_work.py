@@ -28,12 +28,17 @@ class PromptEnd(NamedTuple):
     units: list[Unit]
     states: list[SamplingState]
     block_tables: list[list[int]]
+    tail_tables: list[list[int] | None]
 
     @classmethod
     def of(cls, row: int, request: Request) -> PromptEnd:
         """Return the end of the prompt whose last tokens are this row of the chunk."""
-        tables = [request.block_table(index) for index in range(len(request.choices))]
-        return cls(row, request, list(request.choices), list(request.choices.values()), tables)
+        num = len(request.choices)
+        tables = (
+            [request.block_table(index) for index in range(num)],
+            [request.tail_table(index) for index in range(num)],
+        )
+        return cls(row, request, list(request.choices), list(request.choices.values()), *tables)
 
     @property
     def tail(self) -> Tail:
@@ -42,6 +47,7 @@ class PromptEnd(NamedTuple):
             row=self.row,
             states=self.states,
             block_tables=self.block_tables,
+            tail_tables=self.tail_tables,
             copies=self._copies(),
             is_handed_over=bool(self.request.tickets),
             num_cached=self.request.num_cached,
@@ -49,9 +55,13 @@ class PromptEnd(NamedTuple):
 
     def _copies(self) -> CopyPages:
         """Return the copies of the pages that a first token changes, for every choice but the first."""
-        num_shared = self.request.num_shared
+        num_shared, tail = self.request.num_shared, self.request.tail
         own, *others = [block_table[num_shared:] for block_table in self.block_tables]
-        return CopyPages(own * len(others), [page for pages in others for page in pages])
+        sources, targets = own * len(others), [page for pages in others for page in pages]
+        if tail is not None and self.request.tail_copies:
+            sources += tail.numbers(range(num_shared, len(tail.pages))) * len(others)
+            targets += self.request.tail_copies[: len(targets)]
+        return CopyPages(sources, targets)
 
 
 def batches(ends: Sequence[PromptEnd]) -> list[list[PromptEnd]]:

@@ -7,32 +7,24 @@ from ..engine.engine import Engine
 from ..engine.prompts.executor import PromptExecutor
 from ..engine.prompts.prompts import Prompts
 from ..engine.ranks.executor import RankPrompts
-from ..engine.ranks.handoffs import make_server
+from ..engine.ranks.handoffs import exchanges_pages, make_client, make_server
 from ..engine.ranks.processes import RankProcesses
 from ..engine.ranks.ranked_engine import RankedEngine, start_ranks
-from ..engine.startup import load_engine, load_keys, make_endpoint, node_id, serve
-from ..metadata.bus.addresses import address_of_rank, any_port_of, parse_address
+from ..engine.startup import check_bind_host, load_engine, load_keys, make_endpoint, node_id, serve
+from ..metadata.bus.addresses import address_of_rank
 from ..metadata.bus.descriptors import raise_limit
 from ..metadata.bus.membership import Membership
 from ..metadata.bus.sockets import new_epoch
-from ..metadata.errors import ConfigError
 from .config import PrefillConfig
 from .node import PrefillNode
 from .scheduler import PrefillScheduler
-
-_WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 def run(config: PrefillConfig) -> int:
     """Run until SIGTERM or SIGINT and return the exit status. Raises ConfigError and ModelError before it serves, and
     RankLost."""
     name = node_id(config, "prefill")
-    if parse_address(any_port_of(config.bind_host)).host in _WILDCARDS:
-        raise ConfigError(
-            f"bind_host {config.bind_host} is a wildcard: give the address at which decode nodes reach this node"
-        )
-    ends = (address_of_rank(config.bind_host, rank) for rank in (0, config.num_ranks - 1))
-    load_keys(config, *map(any_port_of, ends))
+    check_bind_host(config)
     raise_limit()
     if config.num_ranks == 1:
         return _serve(config, 0, name, load_engine(config, _rehearse))
@@ -62,6 +54,7 @@ def make_scheduler(config: PrefillConfig, engine: Engine) -> PrefillScheduler:
         config.chunk(engine.device.type),
         has_tails=has_tails,
         tail_window=engine.tail_window,
+        has_draft_tails=engine.has_draft_tails,
     )
 
 
@@ -70,7 +63,10 @@ def _serve(config: PrefillConfig, rank: int, name: str, engine: Engine, ranked: 
     epoch, keys = new_epoch(), load_keys(config)
     ranks: RankProcesses | None = None if ranked is None else ranked.processes
     end = make_endpoint(config, name, engine, keys, epoch)
-    handoff = make_server(end, address_of_rank(config.bind_host, rank), engine.lease_s, ranks)
+    exchanges = exchanges_pages(engine)
+    address, cache = address_of_rank(config.bind_host, rank), engine.cache if exchanges else None
+    handoff = make_server(end, address, engine.lease_s, ranks, cache)
+    client = make_client(end, None) if exchanges else None
 
     def make_node(membership: Membership) -> PrefillNode:
         is_tensor_parallel = ranked is not None and engine.group_steps is None
@@ -78,6 +74,6 @@ def _serve(config: PrefillConfig, rank: int, name: str, engine: Engine, ranked: 
         # a rank of a group does not measure: a step takes as long as the longest chunk of all ranks
         measures_sharing = engine.group_steps is None
         scheduler = make_scheduler(config, engine)
-        return PrefillNode(prompts, scheduler, membership, handoff, measures_sharing=measures_sharing)
+        return PrefillNode(prompts, scheduler, membership, handoff, client, measures_sharing=measures_sharing)
 
-    return serve(config, name, "prefill", engine, keys, epoch, handoff.address, make_node, ranks)
+    return serve(config, name, "prefill", engine, keys, epoch, handoff.address, make_node, ranks, borrows=exchanges)

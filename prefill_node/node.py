@@ -40,6 +40,9 @@ from ..engine.work import FirstTokens, HandoffRows, no_token
 from ..metadata.bus.membership import Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import OutOfMemory, RequestError
+from ..metadata.handoff.borrower import Borrower, BorrowTotals
+from ..metadata.handoff.client import HandoffClient
+from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
@@ -55,7 +58,6 @@ from .tickets import FailedUnit, Tickets
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1e-4  # between looks for messages of handoffs while a chunk is computed
-QUEUED_PER_SLOT = 2  # prompts that the node takes per slot of its batch, of all routers together
 STEP_LIMIT_S = 60.0  # the node counts as stuck if one chunk takes longer
 
 
@@ -79,17 +81,20 @@ class PrefillNode:
         scheduler: PrefillScheduler,
         membership: Membership,
         handoff: HandoffServer,
+        client: HandoffClient | None = None,
         *,
         overlaps: bool | None = None,
         measures_sharing: bool = False,
     ):
-        """`scheduler` owns the pages that `prompts` writes. `measures_sharing`: prompts share a chunk only up to a size
+        """`scheduler` owns the pages that `prompts` writes. `client` borrows pages of other nodes; None: the node
+        borrows none. `measures_sharing`: prompts share a chunk only up to a size
         that is measured now. `overlaps`: submit a chunk before the results of the last one are read; None: if the
         device is a GPU."""
         self.prompts = prompts
         self.cache = scheduler.cache
         self.membership = membership
-        self.handoff = handoff
+        self.handoff, self._client = handoff, client
+        self.links = DataLinks(handoff, client)
         self.scheduler = scheduler
         self.outbox = Outbox()
         with ProgressBar("capturing prompt graphs") as progress:
@@ -103,6 +108,7 @@ class PrefillNode:
             self._rate.observe(*prompts.longest_chunk)
         if self.cache.tier is not None:
             self.cache.tier.compute_token_s = lambda: self._rate.token_s
+        self._borrower = None if client is None else Borrower(self.cache, client, lambda: self._rate.token_s)
         self._keys = itertools.count()
         self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
         self._under_way: ChunkUnderWay | None = None
@@ -113,6 +119,8 @@ class PrefillNode:
         for message in self.membership.receive():
             self._handle(message)
         self._end_tickets()
+        self._end_loans()
+        self.scheduler.num_routers = len(self.membership.routers)
         for request in self.scheduler.start():
             self._begin(request)
         plan = self.scheduler.plan()
@@ -133,29 +141,35 @@ class PrefillNode:
         return self._under_way is None and not any(True for _ in self.scheduler)
 
     def load(self) -> Load:
-        num_routers = len(self.membership.routers)
         return Load(
             free_pages=self.cache.available,
             free_tails=self.cache.available_tails,
             running=len(self.scheduler.computing) + len(self.scheduler.handing_over),
-            waiting=len(self.scheduler.waiting),
+            waiting=len(self.scheduler.held) + len(self.scheduler.waiting),
             tickets=len(self._tickets.units()),
             queued_tokens=self.scheduler.num_queued_tokens,
             prompt_token_s=self._rate.token_s,
             prompt_fixed_s=self._rate.fixed_s,
-            max_prompts=max(1, QUEUED_PER_SLOT * self.scheduler.max_running // max(1, num_routers)),
-            num_routers=num_routers,
+            max_prompts=self.scheduler.max_prompts,
+            num_routers=self.scheduler.num_routers,
         )
 
     def stats(self) -> NodeStats:
         counts = self._counts
+        ends = [end for end in (self.handoff, self._client) if end is not None]
+        borrowed = BorrowTotals() if self._borrower is None else self._borrower.totals
         return NodeStats(
             steps=counts.steps,
             prompt_tokens=counts.prompt_tokens,
             computed_tokens=counts.computed_tokens,
             cached_tokens=counts.cached_tokens,
             generated_tokens=counts.generated_tokens,
-            dropped_frames=self.membership.dropped_frames + self.handoff.dropped.count,
+            borrowed_tokens=borrowed.num_pages * self.cache.page_size,
+            pages_moved=borrowed.num_pages,
+            bytes_moved=borrowed.num_bytes,
+            transfer_seconds=borrowed.seconds,
+            checksum_failures=0 if self._client is None else self._client.num_checksum_failures,
+            dropped_frames=self.membership.dropped_frames + sum(end.dropped.count for end in ends),
             cache_changes=self.cache.num_changes,
             host=None if self.cache.tier is None else self.cache.tier.figures,
         )
@@ -169,8 +183,8 @@ class PrefillNode:
         return Counter(request.router for request in self.scheduler for _ in request.choices)
 
     def tickets(self) -> tuple[Unit, ...]:
-        """Return the units of all open tickets."""
-        return self._tickets.units()
+        """Return the units of all open tickets and loans."""
+        return (*self._tickets.units(), *self.handoff.loans())
 
     # --- messages ---
 
@@ -235,10 +249,16 @@ class PrefillNode:
         for unit in units:
             request.drop_choice(unit)
             self._tickets.revoke(request, unit, is_finished=False, reason=reason)
+        if not request.choices:
+            self._drop_loan(request, reason)
         if not request.choices and not request.tickets:
             self._finish(request)
         elif not request.choices:
             self.scheduler.stop(request)
+
+    def _drop_loan(self, request: Request, reason: str) -> None:
+        if self._borrower is not None:
+            self._borrower.drop(request.loan, reason)
 
     def _refuse(
         self, request: Request, reason: str, code: str = "invalid_request_error", *, is_retryable: bool = False
@@ -258,6 +278,8 @@ class PrefillNode:
                 continue
             if not request.is_computed:  # the decode node gave the choice up and does not need its first token
                 request.drop_choice(unit)
+                if not request.choices:
+                    self._drop_loan(request, "no node wants the prompt any more")
             if not request.tickets and (request.is_computed or not request.choices):
                 self._finish(request)
             elif not request.choices:
@@ -266,6 +288,30 @@ class PrefillNode:
     # --- computing ---
 
     def _begin(self, request: Request) -> None:
+        """Borrow pages of a request that has got its own, or compute it."""
+        if self._borrows(request):
+            self.scheduler.await_loan(request)
+        else:
+            self._begin_computing(request)
+
+    def _borrows(self, request: Request) -> bool:
+        """Begin to borrow pages of the prompt, if another node has some and that is sooner than computing."""
+        if self._borrower is None or request.lender is None:
+            return False
+        assert request.lease is not None, request.rid
+        most = self.scheduler.most_cached(request)
+        return self._borrower.begin(request.loan, request.lender, request.token_ids, request.pages, request.lease, most)
+
+    def _end_loans(self) -> None:
+        """Pull pages that are borrowed, and compute the prompts whose loans are over."""
+        if self._borrower is None:
+            return
+        for unit in self._borrower.poll():
+            request = next(each for each in self.scheduler.borrowing if each.loan == unit)
+            self.scheduler.end_loan(request)
+            self._begin_computing(request)
+
+    def _begin_computing(self, request: Request) -> None:
         self._counts.prompt_tokens += len(request.token_ids)
         self._counts.cached_tokens += request.num_cached
         if self._under_way is None and self.cache.is_settled:  # otherwise cached pages may not be complete yet
@@ -313,6 +359,8 @@ class PrefillNode:
             return
         while not chunk.submitted.is_computed:
             self._end_tickets()
+            if self._borrower is not None:
+                self._borrower.pull()
             time.sleep(_PAUSE_S)
         report = chunk.submitted.wait()
         begun = max(report.begun, self._computed_at)  # the device did the last chunk until then

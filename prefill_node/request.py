@@ -15,7 +15,7 @@ from ..engine.state.prefix_cache import Lease
 from ..engine.state.tail_pages import TailPages
 from ..engine.tiers.disk_tier import Fetch
 from ..metadata.wire.messages import Prefill
-from ..metadata.wire.node_info import Peer
+from ..metadata.wire.node_info import Lender, Peer
 from ..metadata.wire.request import (
     MAX_CHUNKS,
     ChunkTimes,
@@ -54,7 +54,9 @@ class Request:
     )
     tail: TailPages | None = None  # pages of layers with a window; None: the model has none, or it holds no pages
     kept_tails: list[int] | None = None  # the tail pages that are its own when all is submitted; None: before
-    tail_copies: list[int] = field(default_factory=list)  # copies of the unshared pages, for all choices but the first
+    copies: list[int] = field(default_factory=list)  # of the unshared pages, for all choices but the first
+    tail_copies: list[int] = field(default_factory=list)  # likewise of their tail pages, if the drafter has KV there
+    lender: Lender | None = None  # another node that has pages of the prompt
     num_cached: int = 0
     fetch: Fetch | None = None  # files of its prefix that are read; None: it waits for none
     num_restored: int = 0  # tokens of these that came from the host tier
@@ -68,6 +70,11 @@ class Request:
     sample_s: float = 0.0
     _chunks: list[ChunkTimes] = field(default_factory=list)  # at most MAX_CHUNKS: neighbours are joined
     _idle_since: float = 0.0
+
+    @property
+    def loan(self) -> Unit:
+        """The name of the loan by which it borrows pages."""
+        return Unit(self.rid, 0, self.attempt)
 
     @property
     def cache_salt(self) -> str:
@@ -94,27 +101,44 @@ class Request:
 
     def block_table(self, index: int) -> list[int]:
         """Return the pages of the index-th choice."""
-        if index == 0 or not self.tail_copies:
+        if index == 0 or not self.copies:
             return self.pages
-        num_tail = len(self.pages) - self.num_shared
-        return self.pages[: self.num_shared] + self.tail_copies[(index - 1) * num_tail : index * num_tail]
+        return [*self.pages[: self.num_shared], *self._copies(self.copies, index)]
+
+    def tail_table(self, index: int) -> list[int] | None:
+        """Return the table of tail pages of the index-th choice; None: the model has none."""
+        if self.tail is None or index == 0 or not self.tail_copies:
+            return None if self.tail is None else self.tail.pages
+        return self.tail.table_with(self.num_shared, self._copies(self.tail_copies, index))
+
+    def _copies(self, copies: Sequence[int], index: int) -> Sequence[int]:
+        """Return those of the index-th choice, counted from 1."""
+        num = len(self.pages) - self.num_shared
+        return copies[(index - 1) * num : index * num]
 
     def start(
         self,
         lease: Lease,
         own: Sequence[int],
-        tail_copies: Sequence[int],
+        copies: Sequence[int],
         num_shared: int,
         num_cached: int,
         tail: TailPages | None = None,
+        tail_copies: Sequence[int] = (),
     ) -> None:
         """Take pages: those of `lease`, whose KV is computed already for `num_cached` tokens, then `own`. `tail`: tail
         pages beside them."""
         assert len(lease.pages) <= num_shared, (self.rid, len(lease.pages), num_shared)
-        self.lease, self.pages, self.tail_copies = lease, [*lease.pages, *own], list(tail_copies)
-        self.num_shared, self.tail = num_shared, tail
+        self.lease, self.pages, self.copies = lease, [*lease.pages, *own], list(copies)
+        self.num_shared, self.tail, self.tail_copies = num_shared, tail, list(tail_copies)
         self.num_submitted = self.num_computed = self.num_cached = num_cached
         self.started = self._idle_since = time.monotonic()
+
+    def skip_borrowed(self, page_size: int) -> None:
+        """Record that the lease covers pages that other nodes have lent, and that need not be computed."""
+        assert self.lease is not None and self.num_submitted == self.num_cached, (self.rid, self.num_submitted)
+        self.num_submitted = self.num_computed = self.num_cached = len(self.lease.pages) * page_size
+        self._idle_since = time.monotonic()
 
     @property
     def own_tails(self) -> list[int]:
@@ -133,8 +157,8 @@ class Request:
 
     def give_up_pages(self) -> None:
         """Forget all pages, which the caller frees."""
-        self.lease, self.pages, self.tail, self.tail_copies = None, [], None, []
-        self.kept_tails = None
+        self.lease, self.pages, self.tail, self.kept_tails = None, [], None, None
+        self.copies, self.tail_copies = [], []
 
     def submit_chunk(self, num_tokens: int) -> None:
         """Record that the device was asked to compute the next `num_tokens` tokens."""
@@ -200,4 +224,5 @@ def new_request(message: Prefill, *, key: int, vocab_size: int, context_len: int
         token_ids=prompt_ids + received_ids,
         arrived=time.monotonic(),
         router=message.router_epoch,
+        lender=message.lender,
     )

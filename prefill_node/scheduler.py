@@ -1,17 +1,21 @@
 """The prefill scheduler: decides which prompts a step computes, and owns their pages.
 
-    submit --> waiting --start--> computing --(all submitted)--> handing_over --(last ticket ended)--> done
-                 (no pages)        (all its pages)               (all its pages)
+    submit --> held --> waiting --start--> computing --(all submitted)--> handing_over --(last ticket ended)--> done
+                 (no pages)       | (all its pages) ^            (all its pages)
+                                  '--> borrowing ---'
 
-A prompt starts only when the pool can hold all of it. Prompts start in the order in which they came. The decode node
-has reserved its pages before a prompt comes here, so every ticket ends, and no prompt waits for ever.
+A prompt starts only when the pool can hold all of it. Prompts start in the order in which they came. But those of a
+router beyond what the node grants it (`max_prompts`) are held, and queue up only when an earlier prompt of that router
+is computed: so no router delays another's prompts by more than its grant. The decode node has reserved its pages before
+a prompt comes here, so every ticket ends, and no prompt waits for ever.
 
 chunk_length.py decides how many tokens a step computes, and how many prompts share them.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,6 +27,8 @@ from ..metadata.errors import OutOfPages
 from ..metadata.handoff.schema.schema import pages_of, prefill_pages, shared_pages, tails_before
 from .chunk_length import ChunkLength
 from .request import Request
+
+QUEUED_PER_SLOT = 2  # prompts that the node grants per slot of its batch, to all routers together
 
 
 class PlannedChunk(NamedTuple):
@@ -51,19 +57,23 @@ class PrefillScheduler:
         *,
         has_tails: bool = False,
         tail_window: int = 0,
+        has_draft_tails: bool = False,
     ) -> None:
         """`has_tails`: long prompts are divided. `tail_window`: positions that the layers with tail pages see; 0: there
-        are no such layers."""
+        are no such layers. `has_draft_tails`: tail pages have KV of the drafter, too."""
         self._length = ChunkLength[Request](chunk_tokens, has_tails=has_tails)
         self.cache = cache
         self.page_size = cache.pool.page_size
-        self._tail_window = tail_window
+        self._tail_window, self._has_draft_tails = tail_window, has_draft_tails
         self._tails_before = tails_before(tail_window, self.page_size)
         self._most_tails = most_tails(tail_window, chunk_tokens, self.page_size) if tail_window else 0
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
+        self.num_routers = 1  # that share the node; set by the node
+        self.held: deque[Request] = deque()
         self.waiting: deque[Request] = deque()
         self.computing: list[Request] = []  # oldest first
+        self.borrowing: list[Request] = []  # pages of other nodes are on the way for them
         self.handing_over: list[Request] = []
 
     def share_up_to(self, num_tokens: int | None) -> None:
@@ -74,14 +84,21 @@ class PrefillScheduler:
     def submit(self, request: Request) -> None:
         """Queue a request."""
         request.fetch = self.cache.fetch(*self._prefix(request))
-        self.waiting.append(request)
+        self.held.append(request)
+        self._grant()
+
+    @property
+    def max_prompts(self) -> int:
+        """How many prompts that are not computed yet the node grants to each of its routers."""
+        return max(1, QUEUED_PER_SLOT * self.max_running // max(1, self.num_routers))
 
     def start(self) -> list[Request]:
         """Give pages to waiting requests, in order, while they fit. Requests whose pages are read from files are passed
         by. Return the requests that start now."""
+        self._grant()
         started: list[Request] = []
         for request in [each for each in self.waiting if not self.cache.is_awaited(each.fetch)]:
-            if len(self.computing) >= self.max_running or not self._take_pages(request):
+            if self._num_started >= self.max_running or not self._take_pages(request):
                 break
             self.waiting.remove(request)
             self.computing.append(request)
@@ -92,6 +109,28 @@ class PrefillScheduler:
     def is_fetching(self) -> bool:
         """Whether a waiting request awaits pages from files."""
         return any(self.cache.is_awaited(request.fetch) for request in self.waiting)
+
+    def await_loan(self, request: Request) -> None:
+        """Compute nothing of a request that has just started until `end_loan`: it borrows pages."""
+        self.computing.remove(request)
+        self.borrowing.append(request)
+
+    def end_loan(self, request: Request) -> None:
+        """Compute what the request has not borrowed."""
+        self.borrowing.remove(request)
+        request.skip_borrowed(self.page_size)
+        bisect.insort(self.computing, request, key=_age)
+
+    def _grant(self) -> None:
+        """Let those requests wait for pages that are within their router's grant. A single router needs none."""
+        if not self.held:
+            return
+        counts = Counter(request.router for request in (*self.waiting, *self.borrowing, *self.computing))
+        for request in list(self.held):
+            if self.num_routers <= 1 or counts[request.router] < self.max_prompts:
+                counts[request.router] += 1
+                self.held.remove(request)
+                self.waiting.append(request)
 
     def plan(self) -> StepPlan:
         """Return at most `chunk_tokens` prompt tokens of the computing requests, oldest first. If they are tokens of
@@ -124,14 +163,15 @@ class PrefillScheduler:
         self.cache.insert(request.token_ids, request.pages[:num_full], request.cache_salt, request.lease)
         if request.tail is not None:  # what the first round reads stays
             tail, read = request.tail, max(0, len(request.token_ids) - self._tail_window + 1) // self.page_size
-            taken = self.cache.give_tails(request.lease, tail.first, tail.own, min(read, num_full - self._tails_before))
+            end = (len(request.token_ids) - 1) // self.page_size - self._tails_before  # the same prompt may come again
+            taken = self.cache.give_tails(request.lease, tail.first, tail.own, min(read, end))
             own, unread = tail.rest(taken), tail.rest(taken, read)
             self.cache.pool.release(unread)
             request.keep_tail(own[len(unread) :])
 
     def stop(self, request: Request) -> None:
         """Compute no more of a request that has no choices left. It keeps its pages until its tickets end."""
-        for queue in (self.waiting, self.computing):
+        for queue in (self.held, self.waiting, self.borrowing, self.computing):
             if request in queue:
                 queue.remove(request)
                 self.handing_over.append(request)
@@ -139,13 +179,13 @@ class PrefillScheduler:
     def remove(self, request: Request) -> None:
         """Free all that the request holds, in any phase. None of its tickets may be open any more."""
         assert not request.tickets, (request.rid, request.tickets)
-        for queue in (self.waiting, self.computing, self.handing_over):
+        for queue in (self.held, self.waiting, self.borrowing, self.computing, self.handing_over):
             if request in queue:
                 queue.remove(request)
         if request.lease is not None:
             self.cache.release(request.lease, request.pages)
-            self.cache.pool.release(request.tail_copies)
-            self.cache.pool.release(request.own_tails)
+            for pages in (request.copies, request.tail_copies, request.own_tails):
+                self.cache.pool.release(pages)
             request.give_up_pages()
 
     def find(self, rid: str, attempt: int) -> list[Request]:
@@ -160,18 +200,22 @@ class PrefillScheduler:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens still to compute."""
-        queued = (*self.waiting, *self.computing)
+        queued = (*self.held, *self.waiting, *self.borrowing, *self.computing)
         return sum(len(request.token_ids) - request.num_submitted for request in queued)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from (*self.waiting, *self.computing, *self.handing_over)
+        yield from (*self.held, *self.waiting, *self.borrowing, *self.computing, *self.handing_over)
+
+    @property
+    def _num_started(self) -> int:
+        return len(self.computing) + len(self.borrowing)
 
     def _budget(self) -> int:
         """Return how many tokens the next chunk may have."""
         if not self.computing:
             return self.chunk_tokens
         oldest = self.computing[0]
-        is_alone = len(self.computing) == 1 and not self.waiting and oldest.decode is not None
+        is_alone = len(self.computing) == 1 and not self.waiting and not self.held and oldest.decode is not None
         return self._length.budget(oldest, len(oldest.token_ids) - oldest.num_submitted, is_alone=is_alone)
 
     def _take_pages(self, request: Request) -> bool:
@@ -183,10 +227,12 @@ class PrefillScheduler:
         owner = _owner(request)
         num_pages = pages_of(num_tokens, self.page_size)
         num_own = num_pages - len(lease.pages)
+        num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
         num_tails = min(num_own, self._most_tails)
+        num_copies = num_all - num_pages if self._has_draft_tails else 0  # a tail page for each copy
         try:
-            if num_tails > self.cache.available_tails:
-                raise OutOfPages(f"{num_tails} tail pages were asked for")
+            if num_tails + num_copies > self.cache.available_tails:
+                raise OutOfPages(f"{num_tails + num_copies} tail pages were asked for")
             own = self.cache.allocate(num_all - len(lease.pages), owner)
         except OutOfPages:
             self.cache.release(lease)
@@ -195,8 +241,8 @@ class PrefillScheduler:
         if self._tail_window:
             tail = TailPages.behind(self.cache.pool.num_pages, len(lease.pages), lease.tail_pages)
             tail.extend(len(lease.pages) + num_tails, self.cache.allocate_tails(num_tails, owner))
-        num_shared = shared_pages(num_tokens, self.page_size, self.cache.lookahead)
-        request.start(lease, own[:num_own], own[num_own:], num_shared, len(lease.pages) * self.page_size, tail)
+        copies, num_cached = self.cache.allocate_tails(num_copies, owner), len(lease.pages) * self.page_size
+        request.start(lease, own[:num_own], own[num_own:], num_shared, num_cached, tail, copies)
         return True
 
     def _tail_of(self, request: Request, num_tokens: int) -> Sequence[int] | None:
@@ -214,12 +260,16 @@ class PrefillScheduler:
 
     def _prefix(self, request: Request) -> tuple[list[int], str, int, int]:
         """Return what the request looks for in the prefix cache, as the arguments of `PrefixCache.acquire`."""
-        return request.token_ids, request.cache_salt, self._most_cached(request), self._tails_before
+        return request.token_ids, request.cache_salt, self.most_cached(request), self._tails_before
 
-    def _most_cached(self, request: Request) -> int:
+    def most_cached(self, request: Request) -> int:
         """Return how many pages may come from the prefix cache. A request that asks for log-probabilities of its prompt
         computes every position."""
         return 0 if request.generation.prompt_logprobs else (len(request.token_ids) - 1) // self.page_size
+
+
+def _age(request: Request) -> int:
+    return request.key
 
 
 def _owner(request: Request) -> Owner:

@@ -99,13 +99,13 @@ class Tickets:
         self._handoff.digest(pages, self._generations(pages))
 
     def offer_last(self, end: PromptEnd, rows: Mapping[Unit, bytes]) -> None:
-        """Offer the last pages of a prompt, with the metadata rows of the choices that go on, and its tail pages, which
-        all choices share."""
-        request, tails = end.request, list[int]()
-        if request.tail is not None:
-            tails = request.tail.numbers(self._handoff.tail_pages(len(request.token_ids)))
-        tables = ([*table, *tails] for table in end.block_tables)
-        self._offer(request, len(request.pages) + len(tails), dict(zip(end.units, tables, strict=True)), rows)
+        """Offer the last pages of a prompt, with the metadata rows of the choices that go on, and its tail pages."""
+        request, read, base = end.request, self._handoff.tail_pages(len(end.request.token_ids)), self._pool.num_pages
+        tables = [
+            [*table, *(base + page for page in (tails or ())[read.start : read.stop])]
+            for table, tails in zip(end.block_tables, end.tail_tables, strict=True)
+        ]
+        self._offer(request, len(request.pages) + len(read), dict(zip(end.units, tables, strict=True)), rows)
 
     def _offer(
         self,

@@ -15,7 +15,7 @@ from ipaddress import ip_address
 import uvloop
 from aiohttp import web
 
-from ..metadata.bus.allow_list import ROUTER
+from ..metadata.bus.allow_list import ROUTER, ROUTER_PREFIX, is_router
 from ..metadata.bus.curve import KeyPair
 from ..metadata.bus.descriptors import Descriptors, NodePort, raise_limit
 from ..metadata.bus.hub import Hub
@@ -68,9 +68,10 @@ class Router:
         config = self.config
         await start_threads()
         keys = KeyPair.configured(config)
-        if keys is not None and keys.name not in (None, ROUTER):
+        if keys is not None and keys.name is not None and not is_router(keys.name):
             raise ConfigError(
-                f"--keys {config.keys}: allow-list {config.allow_list} calls this key {keys.name!r}, not {ROUTER!r}"
+                f"--keys {config.keys}: allow-list {config.allow_list} calls this key {keys.name!r}; a router's is "
+                f"called {ROUTER!r} or {ROUTER_PREFIX}NAME (`baton keys --name {ROUTER} FILE` makes one)"
             )
         self._tracing = configured_export(os.environ)
         self.dispatcher.on_over = self._tracing.over if self._tracing is not None else None

@@ -11,6 +11,7 @@ from ...metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from .facts import Facts, Requirement, Tried
 from .finding import Finding
 from .gpu_facts import Torch
+from .reach import Reached
 
 _PYTHON = (3, 11)
 _FEW_FILES, _TOO_FEW_FILES = 4096, 256
@@ -265,29 +266,31 @@ def _proxies(facts: Facts) -> Iterator[Finding]:
 
 
 def _router(facts: Facts) -> Iterator[Finding]:
-    if (each := facts.router) is None:
-        return
+    key = "a node without a key" if facts.keys is None else f"the key of {facts.keys.what}"
+    for each in facts.routers:
+        yield _reached(each, key, has_key=facts.keys is not None)
+
+
+def _reached(each: Reached, key: str, *, has_key: bool) -> Finding:
     if each.failure:
         mend = "Compare the address with the router's --node-address, and look at firewalls between the hosts."
-        yield Finding("error", f"{each.address} cannot be reached: {each.failure}", mend)
-        return
+        return Finding("error", f"{each.address} cannot be reached: {each.failure}", mend)
     mtu = f", by an MTU of {each.path_mtu:,}" if each.path_mtu else ""
-    key = "a node without a key" if facts.keys is None else f"the key of {facts.keys.what}"
     match each.key:
         case "taken":
-            yield Finding("ok", f"{each.address} answers{mtu}, and takes {key}")
+            return Finding("ok", f"{each.address} answers{mtu}, and takes {key}")
         case "untried":
-            yield Finding("ok", f"{each.address} answers{mtu}; no key was tried: give --keys as nodes here have it")
+            return Finding("ok", f"{each.address} answers{mtu}; no key was tried: give --keys as nodes here have it")
         case "refused":
             mend = (
-                "Give --keys as nodes here have it, and --allow-list if there is one."
-                if facts.keys is None
-                else "Compare the key files, or the lists: the router's must name this key, the one here the router's."
+                "Compare the key files, or the lists: the router's must name this key, the one here the router's."
+                if has_key
+                else "Give --keys as nodes here have it, and --allow-list if there is one."
             )
-            yield Finding("error", f"{each.address} answers, but it does not take {key}", mend)
+            return Finding("error", f"{each.address} answers, but it does not take {key}", mend)
         case "unanswered":
             mend = "A network that is slow or loses frames would explain it, or a router that is stuck: see its log."
-            yield Finding("warning", f"{each.address} answers, but not to {key} within some seconds", mend)
+            return Finding("warning", f"{each.address} answers, but not to {key} within some seconds", mend)
 
 
 def _dotted(version: tuple[int, int]) -> str:

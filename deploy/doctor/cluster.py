@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from ...metadata.bus.liveness import PEER_SILENCE_S
+from ...metadata.bus.liveness import PEER_SILENCE_S, RARE_INTERVAL_S
 from ...metadata.errors import Unavailable
 from ...metadata.version import package_version
 from ..client import Client, failure
@@ -208,7 +208,8 @@ def _degraded(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _silence(facts: ClusterFacts) -> Iterator[Finding]:
-    late = {node.node_id: node.last_seen_s for node in facts.nodes.nodes if node.last_seen_s > PEER_SILENCE_S}
+    most_s = RARE_INTERVAL_S + PEER_SILENCE_S
+    late = {node.node_id: node.last_seen_s for node in facts.nodes.nodes if node.last_seen_s > most_s}
     mend = "Look at the node's log and at the load of its host; if it hangs, stop and start it."
     for name, seconds in late.items():
         yield Finding("warning", f"{name} was last heard {seconds:.1f} s ago", mend)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...metadata.bus.addresses import parse_address
+from ...metadata.bus.router_addresses import router_entries
 from ...metadata.config import setting
 from ...metadata.errors import ConfigError
 from ...router.config import RouterConfig
@@ -28,7 +29,9 @@ class DoctorConfig:
     allow_list: str | None = setting(None, "check whether this allow-list names the key of --keys", metavar="FILE")
     api_keys: str | None = setting(None, "check this file of API keys", metavar="FILE")
     router: str | None = setting(
-        None, "check whether a node on this host reaches a router's --node-address here", metavar="tcp://HOST:PORT"
+        None,
+        "check whether a node on this host reaches a router's --node-address here; several, with commas between them",
+        metavar="tcp://HOST:PORT",
     )
     cluster: bool = setting(
         False, "instead of this host, check a running router and its nodes, as the router sees them"
@@ -47,5 +50,6 @@ class DoctorConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: must be 0 to 65535")
         parse_address(self.node_address)
-        if self.router is not None and not parse_address(self.router).port:
-            raise ConfigError(f"--router {self.router}: write it like tcp://ROUTER:5700")
+        for router in () if self.router is None else router_entries(self.router):
+            if not parse_address(router).port:
+                raise ConfigError(f"--router {router}: write it like tcp://ROUTER:5700")

@@ -31,7 +31,7 @@ from ...router.keys import read_keys
 from ..plan import LOOPBACK, check_port, kernel_folders
 from .config import DoctorConfig
 from .gpu_facts import GpuFacts, read_gpus
-from .reach import Reached, reach
+from .reach import Reached, reach_all
 
 _DISTRIBUTION = "baton-serve"
 _EXTRAS_OF_DEVELOPERS = frozenset({"browser", "test"})
@@ -108,7 +108,7 @@ class Facts:
     model: Tried | None = None
     caches: tuple[Cache, ...] = ()
     proxies: Mapping[str, str] = field(default_factory=dict[str, str])  # that catch http://127.0.0.1, by variable
-    router: Reached | None = None
+    routers: tuple[Reached, ...] = ()
 
 
 def read_facts(config: DoctorConfig) -> Facts:
@@ -134,7 +134,7 @@ def read_facts(config: DoctorConfig) -> Facts:
         model=_model(config.model),
         caches=tuple(_caches(os.environ)),
         proxies=proxies_of_loopback(os.environ),
-        router=None if config.router is None else reach(config.router, config.keys, config.allow_list),
+        routers=() if config.router is None else reach_all(config.router, config.keys, config.allow_list),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from ...metadata.bus.addresses import parse_address
 from ...metadata.bus.curve import KeyPair
 from ...metadata.bus.link import Link
+from ...metadata.bus.router_addresses import is_name, resolve, router_entries
 from ...metadata.bus.sockets import new_epoch
 from ...metadata.config import ProcessConfig
 from ...metadata.errors import ConfigError
@@ -28,6 +29,19 @@ class Reached(NamedTuple):
     failure: str = ""
     path_mtu: int | None = None
     key: Literal["taken", "refused", "unanswered", "untried"] = "untried"
+
+
+def reach_all(routers: str, keys: str | None, allow_list: str | None) -> tuple[Reached, ...]:
+    """Try every router of a node's `--router`, at every address that its name resolves to."""
+    found: list[Reached] = []
+    for entry in router_entries(routers):
+        try:
+            addresses = resolve(parse_address(entry)) if is_name(parse_address(entry)) else (entry,)
+        except OSError as error:
+            found.append(Reached(entry, f"the name cannot be resolved: {error.strerror or error}"))
+        else:
+            found += (reach(address, keys, allow_list) for address in addresses)
+    return tuple(found)
 
 
 def reach(router: str, keys: str | None, allow_list: str | None) -> Reached:

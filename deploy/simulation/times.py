@@ -72,6 +72,7 @@ class Times(Struct, frozen=True, forbid_unknown_fields=True):
     handoffs: tuple[HandoffPoint, ...]
     joints: tuple[JointPoint, ...] = ()
     tail_sequences: int | None = None  # whose tail pages a node holds beside pool_tokens; None: the model has none
+    tail_bytes: int | None = None  # of the tail pages of one sequence
     error: StatedError | None = None
 
 
@@ -134,4 +135,6 @@ def _fault(times: Times) -> str | None:
         return "router_ms must be 0 or more, pool_tokens and context_len 1 or more"
     if times.tail_sequences is not None and times.tail_sequences < 1:
         return "tail_sequences must be 1 or more"
+    if times.tail_bytes is not None and times.tail_bytes < 1:
+        return "tail_bytes must be 1 or more"
     return None

@@ -62,6 +62,8 @@ def begin_attention(
 ) -> AttentionContext:
     """Return the context of a forward over `pools`, which are on the model's device. `dtype` is that of the model. The
     pool of KV is of `dtype` or e4m3 (kernels/state/fp8_pages.py)."""
+    if config.tail_rows:
+        batch = batch.of_tails()
     if config.compressed is not None:
         return _begin_compressed(config, batch, pools)
     context = _begin(config, rotary, batch, pools, dtype)

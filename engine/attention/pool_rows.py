@@ -46,6 +46,10 @@ class NewRows(NamedTuple):
     pages: torch.Tensor  # [max_pages] int64, of the sequence
     sees: torch.Tensor | None  # [stop - start, stop - start] bool, of a tree of drafts; None: all before and itself
 
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, eq=False)  # without slots, because it keeps the slots of its tokens
 class PoolRows:

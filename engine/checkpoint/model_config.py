@@ -178,6 +178,7 @@ class DeltaConfig:
     value_dim: int
     num_taps: int  # rows that a convolution reads
     decay_dim: int = 1  # numbers by which a state decays: 1, or `key_dim`
+    longest_path: int = 0  # tokens that a tree of drafts may bring at once; 0: drafts are chains
 
     @property
     def num_shared(self) -> int:
@@ -189,26 +190,28 @@ class DeltaConfig:
         """Numbers of a key head and its value heads that are convolved."""
         return 2 * self.key_dim + self.num_shared * self.value_dim
 
+    def products(self, hidden_size: int) -> int:
+        """Return the number of weights in the matrices of one layer. If states decay by channel, gates and decays have
+        low ranks of `key_dim`."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        if self.decay_dim == 1:
+            gates_and_decays = hidden_size * (values + self.num_value_heads)
+        else:
+            gates_and_decays = self.key_dim * (2 * hidden_size + keys + values)
+        return hidden_size * (2 * keys + 2 * values + self.num_value_heads) + gates_and_decays
+
     @property
     def further(self) -> tuple[Further, ...]:
         """The pools of these layers: a row of inputs and one of updates per token, and a state per block of tokens."""
-        heads, width = self.num_key_heads, self.num_channels + self.num_shared * (1 + self.decay_dim)
-        size, num_before = self.num_shared * self.key_dim * self.value_dim, self.num_taps - 1
-        return (
-            Further(DELTA_ROWS, self.layers, width, heads, is_tail=True, num_read=num_before),
-            Further(
-                DELTA_UPDATES,
-                self.layers,
-                self.num_shared * self.value_dim,
-                heads,
-                "float32",
-                is_tail=True,
-                num_read=num_before,
-            ),
-            Further(
-                DELTA_STATES, self.layers, size, heads, "float32", per_block=True, is_tail=True, num_read=num_before
-            ),
+        heads, updates = self.num_key_heads, self.num_shared * self.value_dim
+        width = self.num_channels + self.num_shared * (1 + self.decay_dim)
+        pools = (
+            Further(DELTA_ROWS, self.layers, width, heads),
+            Further(DELTA_UPDATES, self.layers, updates, heads, "float32"),
+            Further(DELTA_STATES, self.layers, updates * self.key_dim, heads, "float32", per_block=True),
         )
+        reach = {"num_read": self.num_taps - 1, "longest_path": self.longest_path}
+        return tuple(replace(each, is_tail=True, **reach) for each in pools)
 
 
 def delta_block(page_size: int) -> int:
@@ -231,6 +234,9 @@ class Further:
     is_tail: bool = False  # layers read their own block, the block before it, and `num_read` rows before their own one
     num_read: int = 0  # rows that layers read back, their own included, if not by blocks; 0: all
     longest_block: int = DELTA_BLOCK  # tokens of a block, if pages do not divide it
+    longest_path: int = (
+        0  # of a tail: tokens whose blocks layers read beside these, since no forward wrote their states
+    )
 
     def block(self, page_size: int) -> int:
         """Return the number of tokens of a block: whole blocks lie in a page. So a page that is full has all states
@@ -243,8 +249,10 @@ class Further:
 
     def window(self, page_size: int) -> int:
         """Return how many positions layers read back, their own included; 0: all."""
+        if not self.is_tail:
+            return self.num_read
         block = self.block(page_size)
-        return block + max(block, self.num_read) if self.is_tail else self.num_read
+        return block + -(-self.longest_path // block) * block + max(block, self.num_read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +294,7 @@ class ModelConfig:
     gemma4: Gemma4Config | None = None
     softcap: float | None = None  # logits are cap * tanh(logits / cap)
     has_tail: bool = False  # the pool of layers with a window has tail pages
+    tail_rows: int = 0  # of a draft beside a target with tail pages: all its KV lies there, and so many rows are read
     further: tuple[Further, ...] = ()  # pools beside that of KV
     compressed: CompressedConfig | None = None  # None: attention sees tokens alone
     delta: DeltaConfig | None = None  # None: all layers have attention
@@ -311,14 +320,14 @@ class ModelConfig:
     @property
     def untried_on_gpu(self) -> str | None:
         """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
-        return None if self.delta is None else "a gated delta rule"
+        return "a gated delta rule by channel" if self.delta is not None and self.delta.decay_dim > 1 else None
 
     @property
     def refuses_trees(self) -> str | None:
         """The reason, in words, why drafts must be chains; None if they may be trees."""
         if self.compressed is not None:
             return "makes entries by position, and tokens of a tree share positions"
-        return None if self.delta is None else "has layers with a gated delta rule, which verify chains alone"
+        return None
 
     @property
     def q_size(self) -> int:
@@ -388,6 +397,21 @@ class ModelConfig:
         window = self.window or WindowConfig(self.rope, self.num_kv_heads, self.head_dim, has_pool=True)
         return replace(self, window=replace(window, has_pool=True), has_tail=True)
 
+    def beside(self, target: ModelConfig, num_ahead: int) -> ModelConfig:
+        """Return the configuration of prediction layers beside `target`. If all of them have a window, their KV lies in
+        the target's tail pages, if it has some. `num_ahead`: rows before the next token that they run again."""
+        if None in self.sliding_window or not target.with_tail().has_tail:
+            return self
+        return replace(self, tail_rows=max(filter(None, self.sliding_window)) + num_ahead)
+
+    def with_trees(self, longest_path: int) -> ModelConfig:
+        """Return the configuration for trees of drafts that bring at most `longest_path` tokens at once. Layers with a
+        delta rule then read back as many tokens more, in whole blocks."""
+        if self.delta is None:
+            return self
+        delta = replace(self.delta, longest_path=longest_path)
+        return replace(self, delta=delta, further=delta.further)
+
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
         """Return the configurations by which attention computes layers that see all positions, and those with a
         window. Each has the layers of its pool."""
@@ -452,14 +476,14 @@ class ModelConfig:
         if self.value_dim is not None:
             further += [
                 FurtherPool(name, kind.num_layers, (KvPlane("v", kind.num_kv_heads, self.value_dim, dtype),), seen)
-                for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (0, window), strict=False)
+                for name, kind, seen in zip((VALUES, WINDOW_VALUES), kinds, (self.tail_rows, window), strict=False)
             ]
         num_layers, own = kinds[0].num_layers, planes(kinds[0])
         if self.compressed is not None and self.has_tail:  # keys are read in a window alone, so entries come first
             further.append(FurtherPool(WINDOW_POOL, num_layers, own, window))
             first = further.pop(0)
             num_layers, own = first.num_layers, first.planes
-        return pool_of(num_layers, dtype, own, tuple(further))
+        return pool_of(num_layers, dtype, own, tuple(further), self.tail_rows)
 
     def of_prediction_layers(self, num_layers: int) -> ModelConfig:
         """Return the configuration of `num_layers` prediction layers. They are like the model's layers that see all
@@ -505,13 +529,17 @@ class ModelConfig:
 
     @property
     def attention_products(self) -> int:
-        """The same of the attention layer."""
+        """The same of the attention layer. Layers with a delta rule are averaged with those that have attention."""
+        if self.delta is not None:
+            rest = self.of_attention
+            of_delta = len(self.delta.layers) * self.delta.products(self.hidden_size)
+            return (of_delta + rest.num_layers * rest.attention_products) // self.num_layers
         latent, compressed = self.latent, self.compressed
         if compressed is not None:
             of_queries = compressed.query_rank * (self.hidden_size + self.q_size) + self.hidden_size * self.head_dim
             return of_queries + compressed.group_rank * (self.q_size + compressed.num_groups * self.hidden_size)
         if latent is None:
-            return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+            return self.hidden_size * ((2 + self.has_output_gate) * self.q_size + 2 * self.kv_size)
         query_dim = latent.plain_dim + latent.rope_dim
         if latent.query_rank is None:
             queries = self.hidden_size * self.num_heads * query_dim

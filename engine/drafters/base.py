@@ -205,6 +205,7 @@ class PromptChunk:
     start: int
     stop: int
     pages: Sequence[int]
+    tail: Sequence[int] | None = None  # as of `BatchRow`
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,7 @@ class PromptTail:
     token_ids: Sequence[int]  # all of it
     pages: Sequence[int]
     rows: Tensor | None = None  # [min(num_target_rows, prompt_len - 1), extend width], positions before the last
+    tail: Sequence[int] | None = None  # as of `BatchRow`
 
     @property
     def prompt_len(self) -> int:

@@ -21,7 +21,7 @@ def _read(wanted: Wanted) -> Speculation:
     head = read_head(wanted.draft_dir, wanted.target)
     check_state_width(head, wanted.target)
     num_layers = len(layer_prefixes(head.names))  # config.json repeats the target's number of layers
-    config = head.config.of_prediction_layers(num_layers)
+    config = head.config.of_prediction_layers(num_layers).beside(wanted.target, num_layers)
     head = replace(head, config=config)
     is_chained = num_layers == 1 or takes_chained_states(head)
     return Speculation(

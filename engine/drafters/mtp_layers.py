@@ -84,7 +84,7 @@ class MtpLayersDrafter:
         assert hidden is not None and hidden.shape[:2] == targets.shape, (hidden, targets)
         return self._extend(
             rows.lengths,
-            rows.block_table,
+            (rows.block_table, rows.tail_table),
             rows.draft,
             hidden,
             targets,
@@ -102,7 +102,7 @@ class MtpLayersDrafter:
             found = [i for i in range(len(chunks)) if tokens[i]]
             if not found:
                 return
-            rows = [BatchRow(tokens[i], chunks[i].start, chunks[i].pages, 0) for i in found]
+            rows = [BatchRow(tokens[i], chunks[i].start, chunks[i].pages, 0, tail=chunks[i].tail) for i in found]
             inputs = self.hidden.to_draft(torch.cat([states[i][: len(tokens[i])] for i in found]))
             batch = ForwardBatch.build(rows, self._pools.kv.shape[4], self._pools.kv.device)
             outputs = layer.forward(batch, self._pools.layer(ahead - 1), inputs, is_extend=True)
@@ -128,17 +128,20 @@ class MtpLayersDrafter:
             known = list(tail.token_ids[-num:])  # of rows .. L: L is the prompt's last
             recent.append([0] * (num - len(known)) + known)
         batch = ForwardBatch.build(
-            [BatchRow([0], tail.prompt_len - 1, tail.pages) for tail in tails], self._pools.kv.shape[4], device
+            [BatchRow([0], tail.prompt_len - 1, tail.pages, tail=tail.tail) for tail in tails],
+            self._pools.kv.shape[4],
+            device,
         )
         state.recent.copy_(to_device(torch.tensor(recent), device))
         none = torch.zeros(len(tails), dtype=torch.int64, device=device)
-        table = F.pad(batch.block_table, (0, num))  # rows may run past the prompt: padding
-        return self._extend(batch.positions, table, state, hidden.unsqueeze(1), tokens.unsqueeze(1), none, sampling)
+        padded = F.pad(batch.block_table, (0, num))  # rows may run past the prompt: padding
+        tables = padded, None if batch.tail_table is None else F.pad(batch.tail_table, (0, num))
+        return self._extend(batch.positions, tables, state, hidden.unsqueeze(1), tokens.unsqueeze(1), none, sampling)
 
     def _extend(
         self,
         lengths: Tensor,
-        block_table: Tensor,
+        tables: tuple[Tensor, Tensor | None],
         draft: DraftState,
         hidden: Tensor,
         targets: Tensor,
@@ -148,7 +151,8 @@ class MtpLayersDrafter:
         """Run all layers over the rows that the target has just run and the n - 1 rows before them.
 
         The target ran L .. L + num_new - 1, with states `hidden` [num_seqs, num_new, width], and sampled `targets`
-        [num_seqs, num_new] after them; `sampling` is of the token that follows t_a.
+        [num_seqs, num_new] after them; `sampling` is of the token that follows t_a. `tables`: of pages, and of tail
+        pages.
 
         Column c of a sequence is row L - (n - 1) + c. Layer m takes the token of column c + m there. If L < n - 1, the
         first columns are rows before position 0. All columns then move up by as many, and the last ones run past the
@@ -167,7 +171,12 @@ class MtpLayersDrafter:
         last = counted(num_seqs, device, num_columns)
         last = last + num_before + num_accepted - num_missing.squeeze(1)  # rows L + a
         batch = ForwardBatch.uniform(
-            used, start + column, start.squeeze(1) + num_columns, block_table, self._pools.kv.shape[4]
+            used,
+            start + column,
+            start.squeeze(1) + num_columns,
+            tables[0],
+            self._pools.kv.shape[4],
+            tail_table=tables[1],
         )
 
         inputs = states.gather(1, used.unsqueeze(2).expand(-1, -1, states.shape[2])).flatten(0, 1)

@@ -100,7 +100,7 @@ class ShiftedDrafter:
         for chunk, states in zip(chunks, hidden.split([chunk.stop - chunk.start for chunk in chunks]), strict=True):
             tokens = chunk.token_ids[chunk.start + 1 : chunk.stop + 1]
             if tokens:
-                rows.append(BatchRow(tokens, chunk.start, chunk.pages, 0))
+                rows.append(BatchRow(tokens, chunk.start, chunk.pages, 0, tail=chunk.tail))
                 kept.append(states[: len(tokens)])
         if rows:
             self._run(self._batch(rows), torch.cat(kept), is_extend=True)
@@ -112,7 +112,7 @@ class ShiftedDrafter:
         self.hidden.check("extend", hidden)
         if not tails:
             return self.allocate(0)
-        batch = self._batch([BatchRow([0], tail.prompt_len - 1, tail.pages) for tail in tails])
+        batch = self._batch([BatchRow([0], tail.prompt_len - 1, tail.pages, tail=tail.tail) for tail in tails])
         recurrent = self._run(replace(batch, input_ids=tokens), hidden, is_extend=True)
         return self._state(recurrent, sampling)
 
@@ -149,7 +149,8 @@ class ShiftedDrafter:
         *,
         is_extend: bool = False,
     ) -> Tensor:
-        batch = ForwardBatch.uniform(tokens, positions, seq_lens, rows.block_table, self._pools.kv.shape[4], tree)
+        page_size = self._pools.kv.shape[4]
+        batch = ForwardBatch.uniform(tokens, positions, seq_lens, rows.block_table, page_size, tree, rows.tail_table)
         return self._run(batch, hidden, is_extend=is_extend)
 
     def _batch(self, rows: Sequence[BatchRow]) -> ForwardBatch:

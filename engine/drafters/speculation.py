@@ -17,6 +17,7 @@ from .registry import DRAFTERS
 
 DEFAULT_STEPS = 5
 MAX_STEPS = 15
+LONGEST_PATH = MAX_STEPS + 1  # tokens that a round may bring
 MAX_TOPK = 16
 MAX_TREE_TOKENS = 63
 

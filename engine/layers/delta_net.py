@@ -16,6 +16,10 @@ continue behind a cached page, because the page holds the state at its end.
 If new tokens complete a block, the forward writes the state after it, even if some of them are drafts. If the target
 rejects such a draft, the next round begins inside this block. It writes the rows and the state again before a forward
 reads them. A forward never writes a state that it reads, so it may be repeated.
+
+Rows of a tree of drafts lie in slots that no text has, so a forward that verifies a tree writes no states behind them.
+The rows of the accepted path are moved to the slots behind the root. If drafts may be trees, each forward therefore
+begins as many blocks earlier as a path may complete (`ModelConfig.with_trees`), and writes the states after them.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.products.norm import Norm, rms_norm
-from ...kernels.state.delta_rule import DeltaWeights, gated_delta_rule
+from ...kernels.state.delta_rule import DeltaWeights, gated_delta_rule, gated_delta_tree
 from ...kernels.state.paged_delta import (
     DeltaInputs,
     DeltaPlan,
@@ -58,6 +62,7 @@ class DeltaNet:
     eps: float
     activation: Callable[[Tensor], Tensor]  # of the gates
     out: Linear  # num_value_heads * value_dim -> hidden_size
+    longest_path: int = 0  # tokens that a tree of drafts may bring at once; 0: drafts are chains
 
     @property
     def reader(self) -> Linear | None:
@@ -111,18 +116,21 @@ class DeltaNet:
         """Return the outputs of one sequence's new tokens, [num_new, num_value_heads, value_dim] float32. `rows`
         [num_new, num_key_heads, width] are theirs."""
         weights, block = self.weights, delta_block(pools.pools[DELTA_ROWS].shape[4])
-        edge = new.start // block * block
+        num_back = -(-self.longest_path // block)
+        edge = max(0, new.start // block - num_back) * block
         first = edge - weights.num_before
         before = pools.read(DELTA_ROWS, self.place, new.pages, max(0, first), new.start)
         rows = torch.cat([F.pad(before, (0, 0, 0, 0, max(0, -first), 0)), rows])
-        made = gated_delta_rule(rows, self._state(pools, new.pages, edge, block), weights, block)
-        num_old = new.start - edge
-        updates = made.updates[num_old:].unflatten(1, weights.state_shape[:2]).flatten(2)
+        state = self._state(pools, new.pages, edge, block)
+        if new.sees is None:
+            made = gated_delta_rule(rows, state, weights, block)
+        else:
+            made = gated_delta_tree(rows, state, weights, block, new.sees)
+        updates = made.updates[-new.num_tokens :].unflatten(1, weights.state_shape[:2]).flatten(2)
         pools.write(DELTA_UPDATES, self.place, new.pages, new.start, updates)
-        for state in made.states:
-            self._keep(pools, new.pages, edge, block, state)
-            edge += block
-        return made.outputs[num_old:]
+        for number, state in enumerate(made.states):
+            self._keep(pools, new.pages, edge + number * block, block, state)
+        return made.outputs[-new.num_tokens :]
 
     def _state(self, pools: PoolRows, pages: Tensor, edge: int, block: int) -> Tensor:
         """Return the state at `edge`, the end of a block; zeros at the start of the text."""
@@ -157,6 +165,7 @@ def _plans(rows: PoolRows) -> list[tuple[slice, DeltaPlan]]:
     plans, first = list[tuple[slice, DeltaPlan]](), 0
     for batch in rows.batches:
         tokens = slice(first, first + batch.num_tokens)
+        assert batch.tree is None, "kernels verify chains alone"
         block, first = delta_block(batch.page_size), tokens.stop
         if batch.num_tokens:
             table, lens = batch.block_table, batch.seq_lens

@@ -77,4 +77,5 @@ def _read_delta_net(config: ModelConfig, delta: DeltaConfig, weights: Weights, p
         config.rms_norm_eps,
         torch.sigmoid,
         weights.linear(f"{prefix}.o_proj", config.hidden_size, size, bias=False, split=HEADS_IN),
+        delta.longest_path,
     )

@@ -105,6 +105,7 @@ def _read_delta_net(
         config.rms_norm_eps,
         F.silu,
         weights.linear(f"{prefix}.out_proj", config.hidden_size, value_size, bias=False, split=HEADS_IN),
+        delta.longest_path,
     )
 
 

@@ -65,7 +65,7 @@ class LocalPrompts:
         if drafter is None:
             return
         chunks = [
-            PromptChunk(token_ids, row.position, _stop(row), row.pages)
+            PromptChunk(token_ids, row.position, _stop(row), row.pages, row.tail)
             for token_ids, row in zip(work.token_ids, work.rows, strict=True)
         ]
         drafter.observe_prompt(chunks, extend)
@@ -104,7 +104,7 @@ class LocalPrompts:
         for local, kept in zip(ends, states, strict=True):
             row, token_ids = work.rows[local.row], work.token_ids[local.row]
             assert _stop(row) == len(token_ids) - 1, (row.position, len(row.input_ids), len(token_ids))
-            tails.append(PromptTail(token_ids[:-1], row.pages, kept[:-1]))
+            tails.append(PromptTail(token_ids[:-1], row.pages, kept[:-1], row.tail))
         tokens = torch.tensor([work.token_ids[local.row][-1] for local in ends])
         hidden = torch.stack([kept[-1] for kept in states])
         sampling = SamplingBatch.of([local.sampling for local in ends if local.sampling is not None], device)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple, Self
 
 import torch
@@ -116,7 +116,7 @@ class Prompts:
             computed = engine.compute(rows)
             if engine.drafter is not None:
                 chunks = [
-                    PromptChunk(each.token_ids, row.position, row.position + len(row.input_ids), row.pages)
+                    PromptChunk(each.token_ids, row.position, row.position + len(row.input_ids), row.pages, row.tail)
                     for each, row in zip(chunk.rows, rows, strict=True)
                 ]
                 engine.drafter.observe_prompt(chunks, computed.extend)
@@ -351,7 +351,10 @@ class SubmittedTails:
             for source, target in zip(tail.copies.sources, tail.copies.targets, strict=True):
                 self._engine.copy_page(source, target)
             before = None if kept is None else kept[:-1]
-            tails += [PromptTail(prompt.token_ids, block_table, before) for block_table in tail.block_tables]
+            tails += [
+                PromptTail(prompt.token_ids, block_table, before, tail_table)
+                for block_table, tail_table in zip_longest(tail.block_tables, tail.tail_tables)
+            ]
         tokens = self._sample.token_ids
         if len(self._handed) < len(self._tails):
             spans = self._spans()

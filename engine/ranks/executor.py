@@ -67,6 +67,10 @@ class RankExecutor:
         return self._own.tail_window
 
     @property
+    def held_window(self) -> int:
+        return self._own.held_window
+
+    @property
     def runs_ahead(self) -> bool:
         return self._own.runs_ahead
 

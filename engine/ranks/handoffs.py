@@ -14,6 +14,7 @@ from ...metadata.bus.curve import KeyPair
 from ...metadata.errors import ConfigError
 from ...metadata.handoff.client import HandoffClient
 from ...metadata.handoff.endpoint import Endpoint
+from ...metadata.handoff.loans import LendingCache
 from ...metadata.handoff.page_server import PageServer
 from ...metadata.handoff.ranks.orders import BeginPulling, BeginServing
 from ...metadata.handoff.ranks.puller import RankPuller
@@ -26,13 +27,23 @@ from .processes import REPORT, RankProcesses
 from .work_frames import HandoffStart, encode
 
 
-def make_server(end: Endpoint, bind_host: str, lease_s: float, ranks: RankProcesses | None) -> HandoffServer:
-    """Return the server of a prefill node. `ranks`: its other ranks, which begin to serve their heads; None: it has
-    none. If rank 0 has all heads of all pages, no other rank serves. `lease_s`: how long a ticket's lease lasts,
-    seconds. Raises ConfigError if an address cannot be used, or if the machine has no memory that ranks share, and
-    RankLost."""
+def exchanges_pages(engine: Engine) -> bool:
+    """Return whether the node lends pages of its prefix cache and borrows pages of others'. Heads of several ranks,
+    tail pages and pages on a GPU without checksums do not travel so yet."""
+    has_whole_pages = engine.shard.size == 1 and not engine.tail_window
+    is_checked = engine.device_pool is None or engine.schema.checksum != "none"
+    return has_whole_pages and is_checked and engine.cache.enabled
+
+
+def make_server(
+    end: Endpoint, bind_host: str, lease_s: float, ranks: RankProcesses | None, cache: LendingCache | None = None
+) -> HandoffServer:
+    """Return the server of a node, which lends pages of `cache` (None: of none). `ranks`: its other ranks, which begin
+    to serve their heads; None: it has none. If rank 0 has all heads of all pages, no other rank serves. `lease_s`: how
+    long a ticket's lease lasts, seconds. Raises ConfigError if an address cannot be used, or if the machine has no
+    memory that ranks share, and RankLost."""
     if ranks is None or end.shard.size == 1:
-        return HandoffServer(end, bind_host, lease_s=lease_s)
+        return HandoffServer(end, bind_host, lease_s=lease_s, cache=cache)
     if not end.memory[0].is_shared:
         raise ConfigError("this machine has no memory that processes share, which the ranks of a node need; use --tp 1")
     addresses = _begin(ranks, BeginServing(end.epoch, end.fingerprints, bind_host, end.memory[0].where))
@@ -40,7 +51,7 @@ def make_server(end: Endpoint, bind_host: str, lease_s: float, ranks: RankProces
 
 
 def make_client(end: Endpoint, ranks: RankProcesses | None) -> HandoffClient:
-    """Return the client of a decode node. `ranks`: its other ranks, which begin to pull their heads; None: it has none.
+    """Return the client of a node. `ranks`: its other ranks, which begin to pull their heads; None: it has none.
     If rank 0 has all heads of all pages, no other rank pulls. Raises RankLost."""
     if ranks is None or end.shard.size == 1:
         return HandoffClient(end)

@@ -169,6 +169,10 @@ class DeviceExecutor:
         return self.engine.tail_window
 
     @property
+    def held_window(self) -> int:
+        return self.engine.held_window
+
+    @property
     def _captures(self) -> bool:
         return captures(self.engine.device)
 

@@ -79,7 +79,12 @@ class Executor(Protocol):
 
     @property
     def tail_window(self) -> int:
-        """Positions that the target's layers with tail pages see; 0: it has no such layers."""
+        """Positions that the layers with tail pages see; 0: there are no such layers."""
+        ...
+
+    @property
+    def held_window(self) -> int:
+        """Positions whose tail pages a sequence holds."""
         ...
 
     @property

@@ -81,6 +81,7 @@ class CatchUpInputs(NamedTuple):
     num_missed: Tensor  # [num_seqs] int64, rows that the drafter lacks; 0 in padding
     first_rows: Tensor  # [num_seqs] int64, where the first of these rows is kept (Slots.missed_row)
     block_table: Tensor  # [num_seqs, num_columns] int64
+    tail_table: Tensor | None  # as of a round
 
 
 class HostInputs(NamedTuple):
@@ -143,7 +144,8 @@ class InputBlock(NamedTuple):
     @property
     def for_catch_up(self) -> CatchUpInputs:
         slots, num_missed, first_rows = self.block[:, :_PER_SEQUENCE].unbind(1)
-        return CatchUpInputs(slots, num_missed, first_rows, self.block[:, _PER_SEQUENCE + self.max_steps :])
+        table = self.block[:, _PER_SEQUENCE + self.max_steps :]
+        return CatchUpInputs(slots, num_missed, first_rows, table, self.tails)
 
     @property
     def on_host(self) -> HostInputs:

@@ -244,8 +244,15 @@ def _observe(
 def catch_up(drafter: Drafter, slots: Slots, inputs: CatchUpInputs, num_rows: int, needs: Needs) -> None:
     """Run the drafter over the oldest `num_rows` rows that each sequence lacks, or all if they are fewer: as after a
     round that brought as many tokens."""
-    rows = slots.read(inputs.slots, inputs.block_table, needs)
+    rows = slots.read(inputs.slots, inputs.block_table, needs, tail_table=inputs.tail_table)
     num_missed = inputs.num_missed.clamp(min=1)  # padding has 0
     tokens, hidden = slots.missed(inputs.first_rows, num_missed, rows.last_tokens, num_rows)
-    before = MissedRows(rows.lengths - num_missed, tokens[:, 0], rows.block_table, rows.sampling, rows.draft)
+    before = MissedRows(
+        rows.lengths - num_missed,
+        tokens[:, 0],
+        rows.block_table,
+        rows.sampling,
+        rows.draft,
+        tail_table=rows.tail_table,
+    )
     slots.load_draft(inputs.slots, drafter.observe(before, hidden, tokens[:, 1:], num_missed.clamp(max=num_rows) - 1))

@@ -204,6 +204,14 @@ class PrefixCache:
             self._use_tail(lease, node)
         return lease
 
+    def lend(self, token_ids: Sequence[int], salt: str) -> list[int]:
+        """Return the cached pages that cover these tokens from the start. They are not pinned, but count as just used,
+        so that others are evicted before them."""
+        lease = self.acquire(token_ids, salt)
+        pages = list(lease.pages)
+        self.release(lease)
+        return pages
+
     def give_tails(
         self, lease: Lease, first: int, tails: Sequence[int], end: int | None = None, *, pins: bool = True
     ) -> list[int]:

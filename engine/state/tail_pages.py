@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from ...metadata.handoff.schema.schema import pages_of
 
+_LARGE = 8.0  # `relative_size` from which on sequences get fewer tail pages than a quarter of `num_pages`
+
 
 def most_tails(window: int, num_new: int, page_size: int) -> int:
     """Return how many tail pages hold all that `num_new` tokens in a row see of layers with this window, themselves
@@ -42,12 +44,14 @@ def tails_beside(
 
     - chunks: what two chunks of `chunk_len` tokens need;
     - sequences: what `max_running` sequences need, at most a quarter of `num_pages`. This is enough if texts are four
-      times as long as their tails;
+      times as long as their tails. Large tail pages, such as those of recurrent states, get at most twice the bytes of
+      all kept pages: else so few kept pages would fit beside them that no long text could be served;
     - the prefix cache: a quarter of `num_pages`, so that work can continue behind each cached text of four windows. If
       tail pages are larger than kept pages, the cache gets a quarter of the bytes of all kept pages instead, but not
       fewer pages than the sequences."""
     of_chunks = 2 * most_tails(window, chunk_len + num_new, page_size)
-    of_sequences = min(max_running * most_tails(window, num_new, page_size), num_pages // 4)
+    share = int(num_pages / 4 * min(1.0, _LARGE / relative_size))
+    of_sequences = min(max_running * most_tails(window, num_new, page_size), share)
     of_cache = min(num_pages // 4, max(int(num_pages / (4 * relative_size)), of_sequences))
     return min(num_pages, 1 + of_chunks + of_sequences + of_cache)
 
@@ -86,6 +90,10 @@ class TailPages:
     def numbers(self, indices: range) -> list[int]:
         """Return the numbers in the pool's books of the tail pages of some pages of tokens."""
         return [self.base + page for page in self.pages[indices.start : indices.stop]]
+
+    def table_with(self, first: int, copies: Sequence[int]) -> list[int]:
+        """Return the table with `copies` in place of the tail pages of the pages of tokens from `first` on."""
+        return [*self.pages[:first], *(page - self.base for page in copies)]
 
     def num_missing(self, end: int, most: int) -> int:
         """Return how many tail pages `extend` takes to reach page `end` of tokens, if the sequence may hold `most`."""

@@ -17,6 +17,9 @@ A row depends only on the rows before it. Blocks begin at multiples of B, and an
 So every product has one shape, and the numbers of a token are equal bit for bit, however a text is divided into
 chunks and steps. States exist only at the ends of whole blocks.
 
+A tree of drafts behind the rows of a block is computed by the same system: P_ij is 0 if row j is no ancestor of row i,
+and G_i is the sum of the decays along the path to row i.
+
 A row is the output of the layer's input projections for a token, here of one key head and the value heads that share
 it:
 
@@ -27,6 +30,7 @@ it:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,56 +78,103 @@ def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: 
 
     `rows` [num_rows, num_key_heads, 2 * key_dim + num_shared * (value_dim + 1 + decay_dim)] begin `num_before` rows
     before a block, zeros before the text. `state` is float32 of `state_shape`, the state at that block."""
-    assert rows.shape[1:] == (len(weights.taps), weights.width), (rows.shape, weights.width)
-    assert state.shape == weights.state_shape and state.dtype == torch.float32, (state.shape, state.dtype)
-    outputs: list[Tensor] = []
-    updates: list[Tensor] = []
-    states: list[Tensor] = []
-    for start in range(0, len(rows) - weights.num_before, block):
-        part = rows[start : start + weights.num_before + block]
-        num_new = len(part) - weights.num_before
-        output, update, after = _compute_block(F.pad(part, (0, 0, 0, 0, 0, block - num_new)).float(), state, weights)
-        outputs.append(output[:num_new])
-        updates.append(update[:num_new])
+    _check(rows, state, weights)
+    num_before, outputs, updates, states = weights.num_before, list[Tensor](), list[Tensor](), list[Tensor]()
+    sources = [slice(tap, tap + block) for tap in range(num_before + 1)]
+    is_seen = torch.ones(block, block, dtype=torch.bool, device=rows.device).tril()
+    for start in range(0, len(rows) - num_before, block):
+        part = rows[start : start + num_before + block]
+        num_new = len(part) - num_before
+        own = _inputs(F.pad(part, (0, 0, 0, 0, 0, block - num_new)).float(), weights, sources)
+        decay = own.steps.cumsum(2)
+        output, update = _compute(own, decay, is_seen, state)
+        outputs.append(_by_row(output)[:num_new])
+        updates.append(_by_row(update)[:num_new])
         if num_new == block:
-            state = after
-            states.append(after)
+            last = decay[:, :, -1:]
+            state = last.exp().transpose(2, 3) * state + ((last - decay).exp() * own.k).transpose(2, 3) @ update
+            states.append(state)
     return DeltaOutputs(torch.cat(outputs), torch.cat(updates), states)
 
 
-def _compute_block(rows: Tensor, state: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs of a block [block, num_value_heads, value_dim], its updates likewise, and the state after it.
-    `rows` are float32, those of the block behind `num_before` others."""
-    num_before, num_channels = weights.num_before, weights.taps.shape[1]
-    _, num_shared, key_dim, value_dim = state.shape
-    block = len(rows) - num_before
-    mixed = rows[:block, :, :num_channels] * weights.taps[:, :, 0]
-    for tap in range(1, num_before + 1):
-        mixed = mixed + rows[tap : tap + block, :, :num_channels] * weights.taps[:, :, tap]
+def gated_delta_tree(rows: Tensor, state: Tensor, weights: DeltaWeights, block: int, sees: Tensor) -> DeltaOutputs:
+    """Return the outputs and updates of the last rows, which are nodes of a tree of drafts, and the states after the
+    whole blocks before them.
+
+    `sees` [num_nodes, num_nodes] bool: node j is node i or an ancestor of it, and parents come before children. All
+    nodes see the rows before them. Each is convolved along its own path. Other arguments are as in
+    `gated_delta_rule`."""
+    _check(rows, state, weights)
+    num_before, num_nodes, states = weights.num_before, len(sees), list[Tensor]()
+    num_whole = (len(rows) - num_before - num_nodes) // block * block
+    if num_whole:
+        states = gated_delta_rule(rows[: num_before + num_whole], state, weights, block).states
+        rows, state = rows[num_whole:], states[-1]
+    num_rows = len(rows) - num_before
+    is_seen = torch.ones(num_rows, num_rows, dtype=torch.bool, device=rows.device).tril()
+    is_seen[-num_nodes:, -num_nodes:] = sees
+    shared = num_before + num_rows - num_nodes
+    paths = [[*range(shared), *(shared + own.nonzero().flatten()).tolist()] for own in sees]
+    windows = [list(range(row, row + num_before + 1)) for row in range(num_rows - num_nodes)]
+    windows += [path[-num_before - 1 :] for path in paths]
+    sources = torch.tensor(windows, device=rows.device).unbind(1)
+    own = _inputs(rows.float(), weights, sources)
+    output, update = _compute(own, is_seen.float() @ own.steps, is_seen, state)
+    return DeltaOutputs(_by_row(output)[-num_nodes:], _by_row(update)[-num_nodes:], states)
+
+
+class _Inputs(NamedTuple):
+    """The numbers that the rule reads of some rows, float32."""
+
+    q: Tensor  # [num_key_heads, 1, num_rows, key_dim]
+    k: Tensor  # likewise
+    v: Tensor  # [num_key_heads, num_shared, num_rows, value_dim]
+    beta: Tensor  # [num_key_heads, num_shared, num_rows, 1]
+    steps: Tensor  # [num_key_heads, num_shared, num_rows, decay_dim], g of each row
+
+
+def _check(rows: Tensor, state: Tensor, weights: DeltaWeights) -> None:
+    assert rows.shape[1:] == (len(weights.taps), weights.width), (rows.shape, weights.width)
+    assert state.shape == weights.state_shape and state.dtype == torch.float32, (state.shape, state.dtype)
+
+
+def _inputs(rows: Tensor, weights: DeltaWeights, sources: Sequence[slice | Tensor]) -> _Inputs:
+    """Convolve rows. `sources`: for each tap, the rows that it reads, in the order of the results. `rows` are float32,
+    behind `num_before` others."""
+    num_channels = weights.taps.shape[1]
+    _, num_shared, key_dim, value_dim = weights.state_shape
+    mixed = rows[sources[0], :, :num_channels] * weights.taps[:, :, 0]
+    for tap, source in enumerate(sources[1:], 1):
+        mixed = mixed + rows[source, :, :num_channels] * weights.taps[:, :, tap]
     q, k, v = F.silu(mixed).transpose(0, 1).split([key_dim, key_dim, num_shared * value_dim], 2)
-    q, k = (_unit(each).unsqueeze(1) for each in (q, k))  # [num_key_heads, 1, block, key_dim]
-    v = v.unflatten(2, (num_shared, value_dim)).transpose(1, 2)  # [num_key_heads, num_shared, block, value_dim]
-    b, a = rows[num_before:, :, num_channels:].permute(1, 2, 0).tensor_split([num_shared], 1)
-    beta = torch.sigmoid(b).unsqueeze(3)  # [num_key_heads, num_shared, block, 1]
-    a = a.unflatten(1, (num_shared, -1)).transpose(2, 3)  # [num_key_heads, num_shared, block, decay_dim]
+    q, k = (_unit(each).unsqueeze(1) for each in (q, k))
+    b, a = rows[weights.num_before :, :, num_channels:].permute(1, 2, 0).tensor_split([num_shared], 1)
+    a = a.unflatten(1, (num_shared, -1)).transpose(2, 3)
     steps = -weights.a_log.exp()[:, :, None, None] * F.softplus(a + weights.dt_bias.unsqueeze(2))
-    decay = steps.cumsum(2)
-    system = beta * _decayed_products(k, k, decay)
+    v = v.unflatten(2, (num_shared, value_dim)).transpose(1, 2)
+    return _Inputs(q * key_dim**-0.5, k, v, torch.sigmoid(b).unsqueeze(3), steps)
+
+
+def _compute(inputs: _Inputs, decay: Tensor, is_seen: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs and updates of rows behind `state`, each like `v`. `decay` is G of each row, the sum of the
+    steps that it sees. `is_seen` [num_rows, num_rows] bool: row i sees row j, no later one."""
+    q, k, v, beta, _ = inputs
+    system = beta * _decayed_products(k, k, decay, is_seen)
     known = beta * (v - (decay.exp() * k) @ state)
     update = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    q = q * key_dim**-0.5
-    output = (decay.exp() * q) @ state + _decayed_products(q, k, decay) @ update
-    last = decay[:, :, -1:]
-    after = last.exp().transpose(2, 3) * state + ((last - decay).exp() * k).transpose(2, 3) @ update
-    return output.permute(2, 0, 1, 3).flatten(1, 2), update.permute(2, 0, 1, 3).flatten(1, 2), after
+    return (decay.exp() * q) @ state + _decayed_products(q, k, decay, is_seen) @ update, update
 
 
-def _decayed_products(x: Tensor, k: Tensor, decay: Tensor) -> Tensor:
-    """Return P(x), [num_key_heads, num_shared, block, block]. `x` and `k` are [num_key_heads, 1, block, key_dim],
-    `decay` [num_key_heads, num_shared, block, decay_dim] is G. No exponent is above zero, so nothing overflows."""
-    block = decay.shape[2]
-    is_later = torch.ones(block, block, dtype=torch.bool, device=decay.device).triu(1).unsqueeze(2)
-    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(is_later, float("-inf")).exp()
+def _by_row(x: Tensor) -> Tensor:
+    """Return [num_key_heads, num_shared, num_rows, value_dim] as [num_rows, num_value_heads, value_dim]."""
+    return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _decayed_products(x: Tensor, k: Tensor, decay: Tensor, is_seen: Tensor) -> Tensor:
+    """Return P(x), [num_key_heads, num_shared, num_rows, num_rows]. `x` and `k` are [num_key_heads, 1, num_rows,
+    key_dim], `decay` [num_key_heads, num_shared, num_rows, decay_dim] is G. No exponent is above zero, so nothing
+    overflows."""
+    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(~is_seen.unsqueeze(2), float("-inf")).exp()
     if decay.shape[3] == 1:
         return (x @ k.transpose(2, 3)) * between.squeeze(4)
     return (between.mul_(k.unsqueeze(2)) @ x.unsqueeze(4)).squeeze(4)

@@ -8,7 +8,6 @@ A row lies in a pool, or in the output of the forward's projections if its token
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -16,10 +15,6 @@ from .delta_rule import DeltaWeights
 from .paged_delta import DeltaInputs, DeltaPlan, DeltaPools
 
 TILE = 16  # rows, the fewest of a product
-
-# The prompt's products with float32 numbers. "tf32" rounds both sides to 11 bits, "tf32x3" adds the products of the
-# rests. A round is always "tf32x3".
-PRECISIONS = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
 
 
 def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, plan: DeltaPlan) -> None:
@@ -37,6 +32,7 @@ def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, p
     widths = [num_channels + 2 * num_shared, num_shared * value_dim, pools.states.shape[4]]
     for pool, width in zip(pools, widths, strict=True):
         assert pool.is_contiguous() and pool.shape[1:] == (1, num_heads, page_size, width), (pool.shape, width)
+    assert weights.num_before <= plan.block, (weights.num_before, plan.block)
     assert plan.block * widths[2] >= num_shared * key_dim * value_dim and page_size % plan.block == 0, plan.block
 
 
@@ -44,40 +40,51 @@ def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, p
 def places(slots, is_row, pages_ptr, head, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Return the numbers of rows of one head in a pool, int64, given their slots of any shape."""
     page = tl.load(pages_ptr + slots // PAGE_SIZE, mask=is_row, other=0)
-    return (page * HEADS + head) * PAGE_SIZE + slots % PAGE_SIZE
+    # What the first slot of a tile is a multiple of, Triton takes for a factor of every place. It is told that none is.
+    return tl.multiple_of((page * HEADS + head) * PAGE_SIZE + slots % PAGE_SIZE, 1)
+
+
+@triton.jit
+def block_rows(edge, rows_ptr, pages_ptr, head, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+               WIDTH: tl.constexpr):  # fmt: skip
+    """Return pointers to the row at slot `edge` in the pool, and behind the last row of the block before."""
+    own = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
+    before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE) + BLOCK
+    return rows_ptr + own * WIDTH, rows_ptr + before * WIDTH
 
 
 @triton.jit
 def convolved(
-    slots,  # [M] int32
+    rows,  # [M] int32, since the edge of a block
     is_row,  # [M] bool
     channels,  # [N] int32, of a head
     is_channel,  # [N] bool
-    new_ptr,  # the projections' output of this head for the token at slot `start`, tokens token_stride apart
-    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, WIDTH]
-    pages_ptr,  # [max_pages] int64
+    new_ptr,  # the projections' output of this head for the first new row, tokens token_stride apart
+    block_ptr,  # the row at the edge in the pool
+    before_ptr,  # behind the row before
     taps_ptr,  # [CHANNELS, TAPS] float32, of this head
-    start,  # the slot of the first new token
+    edge,
+    first_new,  # row
     token_stride,
-    head,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
-    HAS_NEW: tl.constexpr,  # some of the rows are new
+    HAS_OLD: tl.constexpr,  # rows before the first new one are read
+    HAS_NEW: tl.constexpr,
 ):
-    """Return rows behind the convolution and silu, [M, N] float32; zeros where `is_row` or `is_channel` is False."""
-    is_in = is_row[:, None] & is_channel[None, :]
-    mixed = tl.zeros([slots.shape[0], channels.shape[0]], tl.float32)
+    """Return rows behind the convolution and silu, [M, N] float32; zeros where `is_row` or `is_channel` is False. Rows
+    before the first new one lie in its block, or just before."""
+    mixed = tl.zeros([rows.shape[0], channels.shape[0]], tl.float32)
     for tap in tl.static_range(TAPS):
-        at = slots - (TAPS - 1) + tap
-        is_old = is_row & (at >= 0) & (at < start)
-        row = places(at, is_old, pages_ptr, head, HEADS, PAGE_SIZE)
-        old = rows_ptr + row[:, None] * WIDTH + channels[None, :]
-        x = tl.load(old, mask=is_old[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
+        at = rows - (TAPS - 1) + tap
+        x = tl.zeros([rows.shape[0], channels.shape[0]], tl.float32)
+        if HAS_OLD:
+            old = tl.where(at >= 0, block_ptr, before_ptr) + at * WIDTH
+            is_in = (is_row & (at < first_new) & (edge + at >= 0))[:, None] & is_channel[None, :]
+            x += tl.load(old[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
         if HAS_NEW:
-            new = new_ptr + (at - start).to(tl.int64)[:, None] * token_stride + channels[None, :]
-            x += tl.load(new, mask=is_in & (at >= start)[:, None], other=0.0).to(tl.float32)
+            new = new_ptr + (at - first_new).to(tl.int64) * token_stride
+            is_in = (is_row & (at >= first_new))[:, None] & is_channel[None, :]
+            x += tl.load(new[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
         mixed += x * tl.load(taps_ptr + channels * TAPS + tap, mask=is_channel, other=0.0)[None, :]
     return mixed * tl.sigmoid(mixed)
 
@@ -86,32 +93,6 @@ def convolved(
 def unit(x):
     """Return rows [M, N] of length one. Rows of zeros stay zeros."""
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-
-
-@triton.jit
-def numbers(
-    slots,  # [M] int32
-    is_row,  # [M] bool
-    column,  # of the number in a stored row
-    new_ptr,  # this head's number of the token at slot `start`, tokens token_stride apart
-    rows_ptr,
-    pages_ptr,
-    start,
-    token_stride,
-    head,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_NEW: tl.constexpr,
-):
-    """Return one number of each row, [M] float32; zeros where `is_row` is False."""
-    is_old = is_row & (slots < start)
-    row = places(slots, is_old, pages_ptr, head, HEADS, PAGE_SIZE)
-    x = tl.load(rows_ptr + row * WIDTH + column, mask=is_old, other=0.0).to(tl.float32)
-    if HAS_NEW:
-        new = new_ptr + (slots - start).to(tl.int64) * token_stride
-        x += tl.load(new, mask=is_row & (slots >= start), other=0.0).to(tl.float32)
-    return x
 
 
 @triton.jit

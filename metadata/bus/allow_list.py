@@ -4,7 +4,8 @@ file. A line is `NAME KEY`:
     router     rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7
     prefill-0  Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID   # host1, rack 7
 
-The name is the process's node id; the router's name is `router`. The list says three things: who may connect, which key
+The name is the process's node id. A router's name is `router`, or `router-NAME` if each of several routers has a key of
+its own. The list says three things: who may connect, which key
 a node must find at the other end when it connects, and under which name the holder of a key may speak. A process whose
 line is removed is shut out. The file is read again, if it has changed, at every handshake, for every message from an
 unknown key, and about once per second.
@@ -29,6 +30,7 @@ from ..logs import Throttle
 logger = logging.getLogger(__name__)
 
 ROUTER = "router"
+ROUTER_PREFIX = "router-"  # of the names of routers that have a key of their own
 KEY_LEN = 40  # a 32-byte key in Z85
 CHECK_S = 0.9  # a little less than a second, for callers that ask once per second
 MAX_BYTES = 1 << 20
@@ -45,6 +47,11 @@ def is_key(text: str) -> bool:
         return len(text) == KEY_LEN and len(z85.decode(text)) == 32
     except (ValueError, KeyError, struct.error):
         return False
+
+
+def is_router(name: str) -> bool:
+    """Return whether a key of this name is a router's."""
+    return name == ROUTER or name.startswith(ROUTER_PREFIX)
 
 
 class AllowList:
@@ -66,6 +73,11 @@ class AllowList:
         """Return the public key (40 bytes of Z85) with this name; None if there is none. The ranks of a group have the
         key of the group."""
         return self._keys.get(_holder(name))
+
+    @property
+    def router_names(self) -> tuple[str, ...]:
+        """The names of all routers, sorted. There is at least one."""
+        return tuple(sorted(filter(is_router, self._keys)))
 
     def name_of(self, key: bytes) -> str | None:
         """Return the name of a public key; None if the key is not listed."""
@@ -128,23 +140,6 @@ class AllowList:
             logger.error("%s; what allow-list %s said before stays in force", reason, self.path)
 
 
-class ServerKey:
-    """The key that a client must find at the server `name`. It may be replaced while the client runs. Used by one
-    thread. Raises ConfigError if the list has none."""
-
-    def __init__(self, allow_list: AllowList, name: str) -> None:
-        self._allow_list, self._name = allow_list, name
-        self._key = allow_list.server_key(name)
-        self._due = Throttle(CHECK_S)
-
-    def is_replaced(self) -> bool:
-        """Return whether the list names another key than at the last call. Reads the file about once per second."""
-        if self._due.is_due():
-            self._allow_list.look()
-        key, self._key = self._key, self._allow_list.server_key(self._name)
-        return key != self._key
-
-
 def _holder(node_id: str) -> str:
     """Return the name of the key that a node has: its id, or the name of its group."""
     return node_id.partition(RANK)[0]
@@ -178,8 +173,11 @@ def line_of(name: str, public: bytes) -> str:
 def _read(path: Path) -> tuple[_Seen, dict[str, bytes]]:
     seen, text = _text(path)
     keys = _parse(path, text)
-    if ROUTER not in keys:
-        raise ConfigError(f"allow-list {path} has no line of the router's key, `{ROUTER} KEY`, which every node needs")
+    if not any(map(is_router, keys)):
+        raise ConfigError(
+            f"allow-list {path} has no line of a router's key, which every node needs: `{ROUTER} KEY`, or "
+            f"`{ROUTER_PREFIX}NAME KEY` for each of several"
+        )
     return seen, keys
 
 

@@ -15,6 +15,7 @@ from ..cache.news import CacheNews
 from ..wire.membership import Hello, TokenizerFile
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load
+from ..wire.protocol import Message
 from .curve import KeyPair
 from .link import Link, Outlook
 from .liveness import HeartbeatThread
@@ -66,7 +67,13 @@ class RouterChannel:
         self.link = Link(address, hello.node_id, hello.epoch, keys)
         try:
             self.heartbeat = HeartbeatThread(
-                address, hello.node_id, hello.epoch, keys, load=load, rank_silences_s=rank_silences_s
+                address,
+                hello.node_id,
+                hello.epoch,
+                keys,
+                load=load,
+                rank_silences_s=rank_silences_s,
+                router_key=self.link.router_key,
             )
         except BaseException:
             self.link.close()
@@ -101,6 +108,10 @@ class RouterChannel:
         """The epoch of the router that has welcomed this node and is there; None: there is none."""
         return self._welcomed_by
 
+    def knows(self, kind: type[Message]) -> bool:
+        """Whether a message of this type can be sent to, or come from, the router."""
+        return kind.since <= self.session.protocol
+
     def start(self) -> None:
         """Say Hello and start the heartbeat."""
         logger.info("looking for the router at %s", self.address)
@@ -110,7 +121,10 @@ class RouterChannel:
     def receive(self) -> list[ChannelEvent]:
         """Return what has come from the router since the last call, in order."""
         events: list[ChannelEvent] = []
-        for item in self.session.take(self.link.receive()):
+        messages = self.link.receive()
+        if self.link.is_anew:
+            self.session.start()
+        for item in self.session.take(messages):
             match item:
                 case Joined(router_epoch=epoch):
                     self._num_welcomes += 1
@@ -175,8 +189,12 @@ class RouterChannel:
             return "does the router there run with --keys? Then this node needs the same file"
         if self._keys.allow_list is None:
             return "does the router there have the same --keys?"
-        line = f"{self._node_id} {self._keys.public.decode()}"
-        return f"has the router the key that {self._keys.allow_list.path} says, and does its --allow-list say `{line}`?"
+        line, names = f"{self._node_id} {self._keys.public.decode()}", self._keys.allow_list.router_names
+        has = f"the key of {names[0]}" if len(names) == 1 else f"one of the keys of {', '.join(names)}"
+        return (
+            f"has the router {has} in allow-list {self._keys.allow_list.path}, and does its own --allow-list say "
+            f"`{line}`?"
+        )
 
 
 def why_unwelcome(outlook: Outlook, key_advice: str, *, is_listed: bool) -> str:

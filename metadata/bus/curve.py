@@ -170,10 +170,9 @@ def admit_guests(socket: zmq.Socket[bytes], guests: Guests) -> None:
     socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server: str) -> None:
-    """Make a socket, before it connects, speak only to the server `server`. Raises ConfigError if the allow-list does
-    not name it."""
-    socket.curve_serverkey = keys.server_key(server)
+def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server_key: bytes) -> None:
+    """Make a socket, before it connects, speak only to the server with this public key."""
+    socket.curve_serverkey = server_key
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
 

@@ -15,9 +15,9 @@ from ..wire.frames import decode_frame, encode
 from ..wire.membership import HUB_FRAME_BYTES
 from ..wire.messages import ToNode, ToRouter, to_node_decoder
 from .addresses import parse_address, require_keys
-from .allow_list import ROUTER, ServerKey
 from .connections import TcpConnection
 from .curve import KeyPair, secure_client
+from .router_key import RouterKey
 from .sockets import (
     DRAIN_LIMIT,
     HANDSHAKE_MS,
@@ -47,6 +47,7 @@ def connect_dealer(
     address: str,
     identity: bytes,
     keys: KeyPair | None,
+    router_key: bytes | None,
     *,
     max_frame: int,
     is_immediate: bool = False,
@@ -54,8 +55,9 @@ def connect_dealer(
     """Return a DEALER socket that connects to `address`, and again whenever the connection breaks. The caller closes
     it.
 
-    With `is_immediate` it queues nothing while there is no connection. Raises ConfigError if the address is invalid, if
-    other machines can reach it and there are no keys, or if the allow-list has no key of the router.
+    `router_key`: the public key that the other end must have; None: there are no keys. With `is_immediate` it queues
+    nothing while there is no connection. Raises ConfigError if the address is invalid, or if other machines can reach
+    it and there are no keys.
     """
     require_keys(address, keys)
     socket = context.socket(zmq.DEALER)
@@ -65,8 +67,8 @@ def connect_dealer(
         socket.reconnect_ivl = _RECONNECT_MS
         socket.reconnect_ivl_max = _RECONNECT_MAX_MS
         socket.immediate = is_immediate
-        if keys is not None:
-            secure_client(socket, keys, ROUTER)
+        if keys is not None and router_key is not None:
+            secure_client(socket, keys, router_key)
         connect_socket(socket, str(parse_address(address)))
     except zmq.ZMQError as error:
         socket.close()
@@ -75,11 +77,6 @@ def connect_dealer(
         socket.close()
         raise
     return socket
-
-
-def router_key(keys: KeyPair | None) -> ServerKey | None:
-    """Return the router's key, which may be replaced in the allow-list; None if there is no list."""
-    return None if keys is None or keys.allow_list is None else ServerKey(keys.allow_list, ROUTER)
 
 
 class Approach:
@@ -94,6 +91,7 @@ class Approach:
     def __init__(self) -> None:
         self.outlook: Outlook = "unreachable"
         self.cut_at: float | None = None  # when the last connection ended; None: it stands, or there was none
+        self.num_failed = 0  # handshakes
         self._connected_at: float | None = None  # of a handshake under way
 
     def take(self, event: int, now: float) -> None:
@@ -104,6 +102,7 @@ class Approach:
                 self.outlook = "too slow"
             return
         begun, self._connected_at = self._connected_at, None
+        self.num_failed += begun is not None and event != zmq.EVENT_HANDSHAKE_SUCCEEDED
         if self.outlook == "connected" and event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.cut_at = now
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -118,7 +117,7 @@ class Approach:
 
 class Link:
     """The connection to the router; used by one thread. `socket` may be polled together with others. It is replaced
-    when the router's key is replaced.
+    when another key is expected of the router.
 
     The link connects by itself, whether the router runs already or not, and again after every break. session.py decides
     what that means for the node. Raises ConfigError as `connect_dealer` does.
@@ -126,7 +125,8 @@ class Link:
 
     def __init__(self, router_address: str, node_id: str, epoch: str, keys: KeyPair | None) -> None:
         self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch), keys
-        self._router_key = router_key(keys)
+        self.router_key = RouterKey(keys)
+        self.is_anew = False  # the last `receive` connected with another key: what was queued is lost
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._approach = Approach()
         self._connection: TcpConnection | None = None
@@ -149,12 +149,12 @@ class Link:
     def receive(self, limit: int = DRAIN_LIMIT) -> list[ToNode]:
         """Return the messages that have arrived, at most `limit`; never wait. Malformed ones are counted and left
         out."""
-        if self._router_key is not None and self._router_key.is_replaced():
-            logger.warning("the router has another key now: connecting anew")
+        self._watch()
+        self.is_anew = self.router_key.current != self._expected
+        if self.is_anew:
             self._close_sockets()
             self.socket, self._monitor = self._connect()
             self._connection = None
-        self._watch()
         messages: list[ToNode] = []
         for _ in range(limit):
             try:
@@ -186,8 +186,10 @@ class Link:
 
     @property
     def outlook(self) -> Outlook:
-        """How far the last attempt to connect had come at the last `receive`."""
-        return self._approach.outlook
+        """How far the last attempt to connect had come at the last `receive`. While there is another router whose key
+        could be the right one, no attempt counts as refused."""
+        outlook = self._approach.outlook
+        return "too slow" if outlook == "refused" and self.router_key.has_untried else outlook
 
     @property
     def cut_s(self) -> float:
@@ -200,6 +202,7 @@ class Link:
         is_due = self._looks.is_due()
         if self._approach.outlook == "connected" and not is_due:
             return
+        num_failed = self._approach.num_failed
         try:
             for _ in range(DRAIN_LIMIT):
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
@@ -210,12 +213,19 @@ class Link:
                     self._connection = None
         except zmq.Again:
             pass
+        if self._approach.outlook == "connected":
+            self.router_key.succeed()
+        elif self._approach.num_failed > num_failed:
+            self.router_key.fail()
         if self._connection is not None and is_due:
             self._connection.follow_round_trip(UNACKNOWLEDGED_S)
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return the socket and its monitor."""
-        socket = connect_dealer(self._context, self._address, self._identity, self._keys, max_frame=HUB_FRAME_BYTES)
+        self._expected = self.router_key.current
+        socket = connect_dealer(
+            self._context, self._address, self._identity, self._keys, self._expected, max_frame=HUB_FRAME_BYTES
+        )
         try:
             return socket, open_monitor(socket, _EVENTS)
         except BaseException:

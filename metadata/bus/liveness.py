@@ -4,8 +4,11 @@
 connects to the router under the node's routing id plus `:beat`, and the hub reports its messages as the node's. The
 thread needs the interpreter lock only for microseconds. So it keeps sending heartbeats while the main loop hangs in
 Python, in a lock, or in C code that released the interpreter lock (torch, sockets). A heartbeat says in which phase the
-loop is and for how long. C code that keeps the interpreter lock silences the thread; the router then finds
-the node dead instead of stuck.
+loop is and for how long. C code that keeps the interpreter lock silences the thread; the router then finds the node
+dead instead of stuck.
+
+While the loop waits for messages and nothing changes, heartbeats are rare, and each says when the next one comes at the
+latest. A change is told as soon as ever.
 """
 
 from __future__ import annotations
@@ -21,21 +24,24 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ..wire.frames import encode
-from ..wire.membership import Heartbeat
+from ..wire.membership import IDLE, Heartbeat
 from ..wire.node_info import Load, NodeStats, Service
 from ..wire.protocol import PROTOCOL_MIN
 from .connections import TcpConnection, time_limit_s
 from .curve import KeyPair
-from .link import connect_dealer, router_key
+from .link import connect_dealer
+from .router_key import RouterKey
 from .sockets import HEARTBEAT_SUFFIX, UNACKNOWLEDGED_S, open_monitor, routing_id, send_frames
 
 HEARTBEAT_INTERVAL_S = 0.2
+RARE_INTERVAL_S = 1.0  # between heartbeats of a node that is idle and unchanged
 PEER_SILENCE_S = 1.5
 MAX_SILENCE_S = 6.0  # a node whose heartbeats come late is dead after so long at the latest
 MEAN_GAPS = 4.0  # a node is dead after so many mean gaps between its heartbeats, and not before PEER_SILENCE_S
 _NEW_SHARE = 0.1  # of the last gap in the mean
 
 _MAX_FRAME_BYTES = 1024  # nobody writes to a heartbeat socket
+_RARE_SINCE = 8  # protocol of Heartbeat.interval_s
 _MAX_CHECK_GAP_S = 0.3  # the router checks four times per second
 
 
@@ -66,12 +72,13 @@ class HeartbeatThread:
         load: Load,
         interval_s: float = HEARTBEAT_INTERVAL_S,
         rank_silences_s: Callable[[], tuple[float, ...]] = tuple,
+        router_key: RouterKey | None = None,
     ) -> None:
-        """`rank_silences_s`: returns for how long each of the node's other ranks has been silent. The thread calls
-        it."""
+        """`router_key`: the link's; None: one of its own. `rank_silences_s`: returns for how long each of the node's
+        other ranks has been silent. The thread calls it."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._address, self._identity, self._keys = router_address, routing_id(node_id, epoch) + HEARTBEAT_SUFFIX, keys
-        self._router_key = router_key(keys)
+        self._router_key = router_key or RouterKey(keys)
         try:
             self._socket, self._monitor = self._open()
         except BaseException:
@@ -120,8 +127,15 @@ class HeartbeatThread:
 
     def _open(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """Return a socket that connects to the router, and one that tells when the connection closes."""
+        self._expected = self._router_key.current
         socket = connect_dealer(
-            self._context, self._address, self._identity, self._keys, max_frame=_MAX_FRAME_BYTES, is_immediate=True
+            self._context,
+            self._address,
+            self._identity,
+            self._keys,
+            self._expected,
+            max_frame=_MAX_FRAME_BYTES,
+            is_immediate=True,
         )
         try:
             return socket, open_monitor(socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
@@ -148,8 +162,10 @@ class HeartbeatThread:
         return agreed.protocol if agreed.num_welcomes > self._num_lost else PROTOCOL_MIN
 
     def _run(self) -> None:
+        told: tuple[Load, NodeStats, Service, int] | None = None
+        told_at = 0.0
         while True:
-            if self._router_key is not None and self._router_key.is_replaced():
+            if self._router_key.current != self._expected:
                 self._close_sockets()
                 self._socket, self._monitor = self._open()
                 self._num_lost, self._connection = self._agreed.num_welcomes, None
@@ -157,23 +173,35 @@ class HeartbeatThread:
             if self._connection is not None:
                 self.round_trip_s = self._connection.follow_round_trip(UNACKNOWLEDGED_S)
             phase, (load, stats, service) = self._phase, self._figures
-            age_s = time.monotonic() - phase.since
-            silences_s = self._rank_silences_s()
+            now, silences_s = time.monotonic(), self._rank_silences_s()
+            is_quiet = phase.name == IDLE and not silences_s and protocol >= _RARE_SINCE
+            interval_s = RARE_INTERVAL_S if is_quiet else self._interval_s
             heartbeat = Heartbeat(
                 phase.step,
                 phase.name,
-                max(age_s, 0.0),
+                max(now - phase.since, 0.0),
                 phase.limit_s,
                 load,
                 stats,
                 silences_s,
                 self.round_trip_s,
                 service,
+                interval_s,
             )
-            with contextlib.suppress(zmq.Again):  # no router at present; the socket keeps trying to connect
-                send_frames(self._socket, encode(heartbeat, protocol))
+            news = load, stats, service, self._agreed.num_welcomes
+            if not is_quiet or news != told or now - told_at > RARE_INTERVAL_S - self._interval_s / 2:
+                told, told_at = news, now
+                try:
+                    send_frames(self._socket, encode(heartbeat, protocol))
+                except zmq.Again:  # no router at present; the socket keeps trying to connect
+                    told = None
             if self._is_stopped.wait(self._interval_s):
                 return
+
+
+def late_s(heartbeat: Heartbeat) -> float:
+    """Return how much later than usual the next heartbeat may come."""
+    return max(0.0, min(heartbeat.interval_s, RARE_INTERVAL_S) - HEARTBEAT_INTERVAL_S)
 
 
 PeerState = Literal["alive", "stuck", "dead"]
@@ -195,6 +223,7 @@ class _Peer:
     state: PeerState
     gap_s: float = HEARTBEAT_INTERVAL_S  # between heartbeats, the mean of the last few
     round_trip_s: float | None = None  # to the node, as it says; None: no heartbeat has come yet
+    late_s: float = 0.0  # `late_s` of its last heartbeat
 
 
 class PeerLiveness(Generic[_K]):
@@ -230,8 +259,8 @@ class PeerLiveness(Generic[_K]):
         if entry is None:
             return None
         now = self._clock()
-        entry.gap_s += _NEW_SHARE * (now - entry.heard_at - entry.gap_s)
-        entry.heard_at, entry.round_trip_s = now, heartbeat.round_trip_s
+        entry.gap_s += _NEW_SHARE * (max(0.0, now - entry.heard_at - entry.late_s) - entry.gap_s)
+        entry.heard_at, entry.round_trip_s, entry.late_s = now, heartbeat.round_trip_s, late_s(heartbeat)
         if heartbeat.step == 0 or heartbeat.phase_age_s <= heartbeat.phase_limit_s:
             return self._change(peer, entry, "alive", f"in {heartbeat.phase!r}, step {heartbeat.step}")
         reason = (
@@ -246,12 +275,12 @@ class PeerLiveness(Generic[_K]):
         changes: list[Change[_K]] = []
         for peer, entry in self._peers.items():
             entry.heard_at = min(entry.heard_at + max(0.0, gap_s - _MAX_CHECK_GAP_S), now)
-            silence_s = now - entry.heard_at
+            silence_s = now - entry.heard_at - entry.late_s
             limit_s = MAX_SILENCE_S
             if entry.round_trip_s is not None:
                 limit_s = time_limit_s(self._silence_s, entry.round_trip_s)
             if silence_s > max(limit_s, min(MEAN_GAPS * entry.gap_s, MAX_SILENCE_S)):
-                change = self._change(peer, entry, "dead", f"silent for {silence_s:.1f} s")
+                change = self._change(peer, entry, "dead", f"silent for {now - entry.heard_at:.1f} s")
                 changes += [change] if change else []
         return changes
 

@@ -29,6 +29,7 @@ from ..errors import Refused
 from ..service_manager import has_manager, notify
 from ..wire.membership import (
     IDLE,
+    CanaryTold,
     Cordon,
     Drain,
     Flush,
@@ -36,6 +37,8 @@ from ..wire.membership import (
     Inspect,
     Leaving,
     LedgerReport,
+    Proven,
+    TellCanary,
     TellPages,
     TokenizerFile,
 )
@@ -76,7 +79,7 @@ class PageLedger(WatchedCache, Protocol):
 
 
 class DataLink(Protocol):
-    """The node's end of the data links."""
+    """The node's ends of the data links, or one of them."""
 
     def wait_s(self) -> float | None:
         """Return how many seconds the node may sleep at most; None: no limit."""
@@ -105,7 +108,9 @@ class Member(Protocol):
     def cache(self) -> PageLedger: ...
 
     @property
-    def handoff(self) -> DataLink: ...
+    def links(self) -> DataLink:
+        """The node's data links."""
+        ...
 
     def load(self) -> Load: ...
 
@@ -144,6 +149,7 @@ class Membership:
         self._num_unheard = Counter[str]()  # by address: how often nothing came by a connection that stood
         self._refusals: dict[str, str] = {}  # by address of the router
         self._service = Service()
+        self._proven: tuple[str, ...] = ()  # as of the last Proven of any router
         self._has_joined = False
         self._drain_timeout_s = drain_timeout_s
         self._leaving_until: float | None = None
@@ -190,6 +196,10 @@ class Membership:
                 logger.warning("%s", words)
                 if not self.routers:
                     notify("starting", words)
+        able = (each.router for each in self._channels if each.router is not None and each.knows(TellCanary))
+        canary_router = min(able, default="")
+        if canary_router != self._service.canary_router:
+            self._serve_as(msgspec.structs.replace(self._service, canary_router=canary_router))
         return work
 
     def send(self, message: ToRouter, router: str) -> None:
@@ -222,7 +232,7 @@ class Membership:
             for channel in self._channels:
                 channel.heartbeat.report(load, stats, self._service)
             trips_s = (channel.heartbeat.round_trip_s for channel in self._channels)
-            self.member.handoff.allow_for(max(trips_s, default=0.0))
+            self.member.links.allow_for(max(trips_s, default=0.0))
         for channel in self._channels:
             channel.news.tell(now)
 
@@ -232,10 +242,10 @@ class Membership:
         self.enter(IDLE, IDLE_LIMIT_S)
         poller = zmq.Poller()
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-        for zmq_socket in (*(each.link.socket for each in self._channels), *self.member.handoff.sockets(), *also):
+        for zmq_socket in (*(each.link.socket for each in self._channels), *self.member.links.sockets(), *also):
             poller.register(zmq_socket, zmq.POLLIN)
         now = time.monotonic()
-        waits_s = [self.member.handoff.wait_s(), *(channel.news.wait_s(now) for channel in self._channels)]
+        waits_s = [self.member.links.wait_s(), *(channel.news.wait_s(now) for channel in self._channels)]
         wait_s = min((each for each in waits_s if each is not None), default=IDLE_WAIT_S)
         poller.poll(max(0, math.ceil(1000 * min(IDLE_WAIT_S, wait_s))))
         with contextlib.suppress(BlockingIOError):
@@ -325,7 +335,8 @@ class Membership:
 
     def _open(self, address: str) -> None:
         load = Load.of_idle(self._hello.capacity)
-        channel = RouterChannel(address, self._hello, self._tokenizer, self._keys, load, self._rank_silences_s)
+        hello = msgspec.structs.replace(self._hello, proven=self._proven if self.routers else ())
+        channel = RouterChannel(address, hello, self._tokenizer, self._keys, load, self._rank_silences_s)
         self._channels.append(channel)
         if self._is_started:
             channel.start()
@@ -358,6 +369,14 @@ class Membership:
                 self._report_ledger(channel, query)
             case TellPages():
                 channel.news.begin_anew()
+            case Proven(epochs=epochs):
+                self._proven = epochs
+                for each in self._channels:
+                    each.session.remember(epochs)
+            case TellCanary(outcome=outcome):
+                for each in self._channels:
+                    if each is not channel and each.router is not None and each.knows(CanaryTold):
+                        each.send(CanaryTold(outcome))
             case Cordon(is_cordoned=is_cordoned):
                 if is_cordoned != self._service.is_cordoned:
                     logger.info("is drained by an operator" if is_cordoned else "is put back by an operator")

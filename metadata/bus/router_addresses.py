@@ -37,7 +37,7 @@ class RouterAddresses:
     def __init__(self, text: str) -> None:
         self._entries = {entry: parse_address(entry) for entry in router_entries(text)}
         self._found: dict[str, tuple[str, ...]] = {  # by entry; replaced as a whole by the thread
-            entry: () if _is_name(address) else (entry,) for entry, address in self._entries.items()
+            entry: () if is_name(address) else (entry,) for entry, address in self._entries.items()
         }
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -50,7 +50,7 @@ class RouterAddresses:
 
     def start(self) -> None:
         """Begin to resolve names, if there are any."""
-        if any(map(_is_name, self._entries.values())):
+        if any(map(is_name, self._entries.values())):
             self._thread = threading.Thread(target=self._run, name="baton-routers", daemon=True)
             self._thread.start()
 
@@ -67,7 +67,7 @@ class RouterAddresses:
         """Resolve all names once."""
         found = dict(self._found)
         for entry, address in self._entries.items():
-            if _is_name(address):
+            if is_name(address):
                 try:
                     found[entry] = resolve(address)
                     self._complaints.pop(entry, None)
@@ -91,6 +91,6 @@ def resolve(address: Address) -> tuple[str, ...]:
     return tuple(str(replace(address, host=host)) for host in chosen[:MAX_ROUTERS])
 
 
-def _is_name(address: Address) -> bool:
+def is_name(address: Address) -> bool:
     """Return whether an address has a name that may resolve to several hosts. `localhost` is always this one."""
     return address.scheme == "tcp" and not address.is_loopback and not is_literal(address.host)

@@ -25,20 +25,17 @@ from dataclasses import dataclass
 import msgspec
 
 from ..wire.membership import (
-    Cordon,
-    Drain,
-    Flush,
     Hello,
     HelloAgain,
-    Inspect,
     Proven,
     Refusal,
     RouterHeartbeat,
+    TellCanary,
     TellPages,
     TokenizerFile,
     Welcome,
 )
-from ..wire.messages import Cancel, Compute, Prefill, Resend, Reserve, ToNode, ToRouter
+from ..wire.messages import Cancel, Compute, OfOperator, Prefill, Resend, Reserve, ToNode, ToRouter
 from .connections import time_limit_s
 
 logger = logging.getLogger(__name__)
@@ -82,7 +79,7 @@ class RouterRefused:
     reason: str
 
 
-RouterWork = Reserve | Compute | Prefill | Cancel | Resend | Inspect | Flush | TellPages | Drain | Cordon
+RouterWork = Reserve | Compute | Prefill | Cancel | Resend | OfOperator | TellPages | TellCanary | Proven
 SessionEvent = Joined | RouterChanged | RouterLost | RouterRefused
 
 
@@ -134,6 +131,10 @@ class RouterSession:
         """Say Hello. The message waits in the link until a router is there."""
         self._say_hello(self._hello.protocol_min)
 
+    def remember(self, proven: tuple[str, ...]) -> None:
+        """Say in the next Hello with which nodes this one works, as the last Proven of any router says."""
+        self._hello = msgspec.structs.replace(self._hello, proven=proven)
+
     def take(self, messages: Iterable[ToNode]) -> list[RouterWork | SessionEvent]:
         """Return what the node has to do after these messages, in order: events of the session, and the router's
         work."""
@@ -143,7 +144,7 @@ class RouterSession:
         now = self._clock()
         silence_s = now - self._heard_at
         if silence_s > PROVEN_S:
-            self._remember(())
+            self.remember(())
         is_cut = self._cut_s() > CUT_S
         if self._router_epoch is not None and (silence_s > self._limit_s or is_cut):
             more = ", and its connection is closed" if is_cut else ""
@@ -178,8 +179,6 @@ class RouterSession:
             pass  # it only proves that the router lives
         elif not self._is_joined:
             self.ignored += 1
-        elif isinstance(message, Proven):
-            self._remember(message.epochs)
         else:
             todo.append(message)
 
@@ -200,7 +199,7 @@ class RouterSession:
             logger.warning("the router says: %s", message.notice)
         self._is_joined = True
         if self.protocol < Proven.since:
-            self._remember(())  # this router will not say when a pair is no longer right
+            self.remember(())  # this router will not say when a pair is no longer right
         todo.append(Joined(message.router_epoch, self.protocol, message.page_key))
         if message.need_tokenizer:
             self._send(self._tokenizer(), self.protocol)
@@ -224,10 +223,6 @@ class RouterSession:
         """End the membership. The next router may be an older version, so it is addressed in the oldest protocol."""
         self._is_joined = False
         self.protocol = self._hello.protocol_min
-
-    def _remember(self, proven: tuple[str, ...]) -> None:
-        """Say in the next Hello with which nodes this one works."""
-        self._hello = msgspec.structs.replace(self._hello, proven=proven)
 
     def _known(self, protocol: int) -> int:
         return min(max(self._hello.protocol_min, protocol), self._hello.protocol_max)

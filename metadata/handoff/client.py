@@ -1,14 +1,16 @@
-"""The decode node's side of the handoff: it claims tickets, pulls offered pages into its own pool, compares
-their checksums (pages.py: ReceivedPages) and acknowledges.
+"""The side of the handoff that pulls: it claims tickets, pulls offered pages into its own pool, compares their
+checksums (pages.py: ReceivedPages) and acknowledges. Decode nodes claim the pages of prompts that prefill nodes compute
+for them. Nodes of both roles borrow pages of prefix caches (loans.py).
 
 The client has no thread. The node's loop polls `sockets()` and calls `poll`. `poll` receives messages, copies a bounded
 number of pages, checks them, renews leases, and returns events. A page is pulled as soon as it is offered, while the
 prefill node still computes later chunks.
 
     claim(unit, peer, num_cached_pages, pages) -> Arrived | TransferFailed | Revoked
+    borrow(unit, peer, num_cached_pages, pages, token_ids, cache_salt) -> LoanOver
 
-Exactly one of the three events follows each claim, unless `drop` comes first. The transfer owns the pages from `claim`
-until that event or `drop`. After that no page of the unit is written, and the caller may use or free them.
+Exactly one of the events follows each claim, unless `drop` comes first. The transfer owns the pages from `claim` or
+`borrow` until that event or `drop`. After that no page of the unit is written, and the caller may use or free them.
 
 If this node or the prefill node has several ranks, the client is on rank 0, and has the tickets. Each rank fetches its
 own heads (ranks/puller.py).
@@ -25,15 +27,15 @@ import zmq
 from ..bus.sockets import DroppedFrames
 from ..errors import ConfigError, OutOfMemory, ProtocolError, StaleMessage, TransferError
 from ..wire.data_link import LinkRefused, LinkWelcome
-from ..wire.messages import Ack, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
+from ..wire.messages import Ack, Borrow, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
 from ..wire.node_info import Peer
-from ..wire.request import MAX_TEXT, Unit
+from ..wire.request import MAX_TEXT, Unit, pack_ids
 from .endpoint import Endpoint
 from .pages import ReceivedPages
 from .pull_link import ANSWER_S, PullLink, PullLinks
 from .ranks.orders import RankLine
 from .ranks.puller import RankTeam
-from .transfer import Event, Revoked, Transfer, TransferFailed
+from .transfer import Event, LoanOver, Revoked, Transfer, TransferFailed
 from .transports.base import Landed
 from .transports.nixl import num_quarantined
 from .transports.ranks import RanksTransport
@@ -71,21 +73,39 @@ class HandoffClient:
         `pages` are our page numbers by index in the ticket, all of them, tail pages last. The first `num_cached_pages`
         hold their contents already and are not written. The transfer owns them all until an event or `drop`.
         """
-        assert unit not in self._transfers, unit
-        assert 0 <= num_cached_pages < len(pages), (unit, num_cached_pages, len(pages))
-        for link in self._links.other_epochs(peer):
-            self._close(link, f"prefill node {peer.node_id} was restarted")
+        claim = Claim(unit=unit, num_cached_pages=num_cached_pages)
         try:
-            link = self._links.open(peer)
+            link = self._link(peer)
         except TransferError as error:
             self._events.append(TransferFailed(unit, str(error)))
             return
         num_tails = sum(page >= self.end.memory[0].num_pages for page in pages)
-        self._transfers[unit] = Transfer(unit, peer.epoch, num_cached_pages, tuple(pages), num_tails)
-        self._pages.expect(pages[num_cached_pages:])
-        if self._team.is_used:
-            self._team.expect(pages[num_cached_pages:])
-        link.send(Claim(unit=unit, num_cached_pages=num_cached_pages))
+        self._begin(link, Transfer(claim, peer.epoch, tuple(pages), num_tails))
+
+    def borrow(
+        self,
+        unit: Unit,
+        peer: Peer,
+        num_cached_pages: int,
+        pages: Sequence[int],
+        token_ids: Sequence[int],
+        cache_salt: str,
+        until: float,
+    ) -> None:
+        """Borrow pages of a prompt that `peer` has in its prefix cache, also fewer than are asked for.
+
+        `pages` are our page numbers for the first pages of the prompt. The first `num_cached_pages` hold their contents
+        already. `token_ids` are those of the pages and the next ones by which a page is keyed. A LoanOver follows, at
+        `until` on the clock at the latest, unless `drop` comes first. So long the transfer owns the pages.
+        """
+        ids = pack_ids(token_ids)
+        ask = Borrow(unit=unit, num_cached_pages=num_cached_pages, token_ids=ids, cache_salt=cache_salt)
+        try:
+            link = self._link(peer)
+        except TransferError as error:
+            self._events.append(LoanOver(unit, num_cached_pages, 0, 0.0, str(error)))
+            return
+        self._begin(link, Transfer(ask, peer.epoch, tuple(pages), until=until))
 
     def drop(self, unit: Unit, reason: str) -> None:
         """Give up the claim. No event follows, and the caller owns the pages again at once. Unknown units are
@@ -108,7 +128,7 @@ class HandoffClient:
             transfer.asked_at is not None and link.last_message > transfer.asked_at + link.round_trip_s
         )
         transfer.asked_at = self.end.clock()
-        link.send(Claim(unit=unit, num_cached_pages=transfer.num_cached_pages))
+        link.send(transfer.claim)
         return transfer.num_passed_over < MAX_ASKED and transfer.num_asked <= MAX_ASKED_SILENT
 
     def poll(self) -> list[Event]:
@@ -124,6 +144,7 @@ class HandoffClient:
         for link in self._links:
             if link.lost is not None:
                 self._close(link, link.lost)
+        self._end_late_loans()
         events, self._events = self._events, []
         return events
 
@@ -137,6 +158,8 @@ class HandoffClient:
         if self._has_more or self._events or any(link.lost is not None for link in self._links):
             return 0.0
         waits = [link.renewal_at - self.end.clock() for link in self._links if self._transfers_of(link)]
+        now = self.end.clock()
+        waits += [transfer.until - now for transfer in self._transfers.values() if transfer.is_loan]
         of_ranks = self._team.wait_s() if self._team.is_used else None
         if of_ranks is not None:
             waits.append(of_ranks)
@@ -168,6 +191,23 @@ class HandoffClient:
             self.drop(unit, "the decode node leaves")
         self._links.close_all()
         self._team.close()
+
+    def _link(self, peer: Peer) -> PullLink:
+        """Return the link to a peer. Links to its earlier epochs are closed. Raises TransferError."""
+        for link in self._links.other_epochs(peer):
+            self._close(link, f"prefill node {peer.node_id} was restarted")
+        return self._links.open(peer)
+
+    def _begin(self, link: PullLink, transfer: Transfer) -> None:
+        """Ask for the pages of a transfer."""
+        unit, pages, num_cached_pages = transfer.unit, transfer.pages, transfer.num_cached_pages
+        assert unit not in self._transfers, unit
+        assert 0 <= num_cached_pages < len(pages), (unit, num_cached_pages, len(pages))
+        self._transfers[unit] = transfer
+        self._pages.expect(pages[num_cached_pages:])
+        if self._team.is_used:
+            self._team.expect(pages[num_cached_pages:])
+        link.send(transfer.claim)
 
     # --- the links' side -------------------------------------------------------------------------------------------
 
@@ -205,7 +245,9 @@ class HandoffClient:
                 transfer = self._transfer_of(link, unit)
                 self._forget(transfer)
                 link.send(RevokeAck(unit=unit))
-                self._events.append(Revoked(unit, finished, reason))
+                self._events.append(
+                    self._loan_over(transfer, reason) if transfer.is_loan else Revoked(unit, finished, reason)
+                )
             case UnknownClaim(unit=unit):
                 self._transfer_of(link, unit)
                 self._fail(unit, f"prefill node {link.peer.node_id} does not know {unit}", tell=None)
@@ -225,7 +267,7 @@ class HandoffClient:
         for transfer in self._transfers_of(link):
             if link.transport is not None:  # a send may lose the link
                 link.transport.fetch(transfer.missing())
-                link.send(Claim(unit=transfer.unit, num_cached_pages=transfer.num_cached_pages))
+                link.send(transfer.claim)
 
     def _take_offer(self, link: PullLink, offer: Offer) -> None:
         transfer = self._transfer_of(link, offer.unit)
@@ -288,6 +330,9 @@ class HandoffClient:
             return
         del self._transfers[transfer.unit]
         link.send(Ack(unit=transfer.unit))
+        if transfer.is_loan:
+            self._events.append(self._loan_over(transfer))
+            return
         name = link.transport.name if link.transport is not None else ""
         self._events.append(transfer.arrived(self.end.clock(), self.end.schema, name))
 
@@ -303,10 +348,20 @@ class HandoffClient:
         is_refused: bool = False,
         code: str = TransferError.code,
     ) -> None:
-        self._forget(self._transfers[unit])
+        transfer = self._transfers[unit]
+        self._forget(transfer)
         if tell is not None:
             tell.send(Drop(unit=unit, reason=reason[:MAX_TEXT]))
-        self._events.append(TransferFailed(unit, reason, is_refused, code))
+        failed = TransferFailed(unit, reason, is_refused, code)
+        self._events.append(self._loan_over(transfer, reason) if transfer.is_loan else failed)
+
+    def _end_late_loans(self) -> None:
+        now = self.end.clock()
+        for transfer in [each for each in self._transfers.values() if each.until <= now]:
+            self._fail(transfer.unit, "its time is over", tell=self._links.by_epoch[transfer.epoch])
+
+    def _loan_over(self, transfer: Transfer, reason: str = "") -> LoanOver:
+        return transfer.loan_over(self.end.clock(), self.end.schema, reason)
 
     def _forget(self, transfer: Transfer) -> None:
         del self._transfers[transfer.unit]

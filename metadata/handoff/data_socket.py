@@ -63,8 +63,8 @@ def connect_data_socket(
     if keys is not None:
         if keys.allow_list is not None:
             keys.allow_list.look()  # the peer's line may be new
-        secure_client(socket, keys, peer.node_id)
         server_key = keys.server_key(peer.node_id)
+        secure_client(socket, keys, server_key)
     connect_socket(socket, peer.data_address)
     return server_key
 

@@ -198,6 +198,11 @@ class OfferedPages:
         if len(self._begun) > _MOST_BEGUN:
             self._take(self._begun[0])
 
+    def are_digested(self, pages: Sequence[int]) -> bool:
+        """Whether checksums of none of these pages are being computed now."""
+        begun = [each for each in self._begun if not each.ages.keys().isdisjoint(pages)]
+        return all(each.gather.is_done for each in begun)
+
     def bring(self, pages: Sequence[int]) -> None:
         """Copy pages into `memory`, if they are on a GPU and not there yet. Their checksums must be known."""
         if self.device is None:

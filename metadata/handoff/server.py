@@ -1,4 +1,5 @@
-"""The prefill node's end of the data links: it opens tickets, offers pages, and answers claims and pulls.
+"""The end of the data links that serves pages: it opens tickets, offers pages, and answers claims and pulls. A prefill
+node hands prompts over by it, and nodes of both roles lend pages of their prefix caches (loans.py).
 
 The server has no thread. The node's loop polls `sockets()` and calls `poll`. `poll` drains the socket, ends leases, and
 returns events. While the loop is busy with a step, answers wait. That alone ends no lease, because `poll` reads the
@@ -24,16 +25,17 @@ from ..bus.sockets import DroppedFrames
 from ..errors import ConfigError, OutOfMemory, ProtocolError
 from ..logs import Throttle
 from ..wire.data_link import LinkHello
-from ..wire.messages import Ack, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
+from ..wire.messages import Ack, Borrow, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
 from ..wire.request import MAX_TEXT, Unit
 from .endpoint import Endpoint
+from .loans import LendingCache, Loans, NoCache
 from .pages import OfferedPages
 from .ranks.digests import RankDigests
 from .ranks.orders import OfferDigests, OfferFailed, RankLine
 from .schema.schema import row_bytes, tail_pages
 from .served_links import DecodePeer, ServedLinks
-from .tickets import Claimed, EndedTicket, Holder, Ticket, TicketBook, TicketEnded, TicketFailed
-from .transfer import write_offers
+from .tickets import Claimed, EndedTicket, Holder, How, Ticket, TicketBook, TicketEnded, TicketFailed
+from .transfer import unpack_column, write_offers
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,8 @@ class HandoffServer:
     """Serves the pages of our `end` to any number of decode nodes.
 
     `bind_host` is a host name or address, or `ipc://PATH`. `lease_s` is how long a ticket's lease lasts. A node with
-    several ranks gives the `line` to the others, and the addresses of their page servers. Raises ConfigError as
-    `bind_data_socket` does.
+    several ranks gives the `line` to the others, and the addresses of their page servers. `cache` is the prefix cache
+    whose pages are lent; None: the node lends none. Raises ConfigError as `bind_data_socket` does.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class HandoffServer:
         lease_s: float = 1.0,
         line: RankLine | None = None,
         rank_addresses: Sequence[str] = (),
+        cache: LendingCache | None = None,
     ) -> None:
         num_ranks = 1 if line is None else line.size
         if end.shard != (0, num_ranks) or len(rank_addresses) != num_ranks - 1:
@@ -65,9 +68,10 @@ class HandoffServer:
         self._pages = OfferedPages(end.schema, end.memory, end.device)
         self._book = TicketBook(end.clock, lease_s)
         self._links = ServedLinks(
-            end, self._pages, bind_host, self._book.close, lease_s=lease_s, rank_addresses=rank_addresses
+            end, self._pages, bind_host, self._close_holder, lease_s=lease_s, rank_addresses=rank_addresses
         )
         self._ranks = RankDigests(line, end.schema) if line is not None else None
+        self._loans = Loans(end, self._pages, NoCache() if cache is None else cache, lease_s)
         self._has_more = False
         self._looks = Throttle(clock=end.clock)
         self._failed: dict[Unit, TicketFailed] = {}  # since the last poll
@@ -163,6 +167,7 @@ class HandoffServer:
         self._links.close_unlisted()
         self._has_more = not self._links.drain(self._handle)
         self._take_reports()
+        self._offer_loans()
         self._expire()
         failed, self._failed = self._failed, {}
         events = self._book.take_events()
@@ -177,19 +182,25 @@ class HandoffServer:
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""
-        deadline = self._book.next_deadline()
-        if self._has_more or self._failed:
+        if self._has_more or self._failed or self._loans.has_due:
             return 0.0
+        deadlines = (book.next_deadline() for book in (self._book, self._loans.book))
+        deadline = min((each for each in deadlines if each is not None), default=None)
         return None if deadline is None else max(0.0, deadline - self.end.clock())
 
     def allow_for(self, round_trip_s: float) -> None:
         """Let leases last longer, since a message to the router and back takes so long, or one to a decode node."""
         if self._looks.is_due():
-            self._book.allow_for(max(round_trip_s, self._links.round_trip_s))
+            for book in (self._book, self._loans.book):
+                book.allow_for(max(round_trip_s, self._links.round_trip_s))
 
     def tickets(self) -> list[Unit]:
         """Return the units of the tickets that have not ended."""
         return self._book.units
+
+    def loans(self) -> list[Unit]:
+        """Return the units for which pages are lent."""
+        return self._loans.book.units
 
     def close_peer(self, epoch: str) -> None:
         """End what a decode node of this epoch holds: its tickets end now, its parked claims are forgotten, its links
@@ -208,25 +219,29 @@ class HandoffServer:
     def _handle(self, holder: Holder, message: ToPrefill) -> int:
         """Answer one message. Return how many bytes of pages were copied. Raises ProtocolError."""
         if isinstance(message, LinkHello):
-            self._links.send(holder, self._links.peers.meet(holder, message, self._book.holders))
+            busy = self._book.holders | self._loans.book.holders
+            self._links.send(holder, self._links.peers.meet(holder, message, busy))
             return 0
         peer = self._links.peer(holder, message)
         if peer.part is not None and not isinstance(message, Pull):
             raise ProtocolError(f"{type(message).__name__} on a link for pages alone")
         match message:
+            case Borrow():
+                self._lend(holder, message)
             case Claim(unit=unit, num_cached_pages=num_cached_pages):
                 self._claim(holder, unit, num_cached_pages)
             case Pull():
                 return self._answer_pull(holder, peer, message)
             case Renew(units=units):
-                for unit in self._book.renew(units, holder):
+                for unit in self._loans.book.renew(self._book.renew(units, holder), holder):
                     self._send_revoke(holder, unit, "prefill has no such ticket any more")
             case Ack(unit=unit):
-                self._book.ack(unit, holder)
+                if not self._book.ack(unit, holder):
+                    self._loans.book.ack(unit, holder)
             case Drop(unit=unit, reason=reason):
-                self._book.end(unit, holder, "dropped", reason)
+                self._end(unit, holder, "dropped", reason)
             case RevokeAck(unit=unit):
-                self._book.end(unit, holder, "revoked")
+                self._end(unit, holder, "revoked")
         return 0
 
     def _claim(self, holder: Holder, unit: Unit, num_cached_pages: int) -> None:
@@ -238,10 +253,39 @@ class HandoffServer:
             case None:
                 logger.debug("%s claim parked", unit)
 
+    def _end(self, unit: Unit, holder: Holder, how: How, reason: str = "") -> None:
+        """End the holder's ticket, loan or parked claim."""
+        if not self._book.end(unit, holder, how, reason):
+            self._loans.book.end(unit, holder, how, reason)
+
+    def _close_holder(self, holder: Holder, reason: str) -> None:
+        for book in (self._book, self._loans.book):
+            book.close(holder, reason)
+
+    def _lend(self, holder: Holder, ask: Borrow) -> None:
+        if self._loans.begin(holder, ask) is None:
+            self._send_revoke(holder, ask.unit, "it has no more of these pages, or none that it can lend now")
+
+    def _offer_loans(self) -> None:
+        """Offer pages on loan, bounded, and end the loans of which a page was needed for something else."""
+        for ticket in self._loans.stale():
+            self._end_loan(ticket, "a lent page was needed for something else")
+        for ticket, indices in self._loans.due():
+            self._send_offer(ticket, indices)
+
+    def _end_loan(self, ticket: Ticket, reason: str) -> None:
+        assert ticket.holder is not None, ticket.unit
+        self._loans.book.end(ticket.unit, ticket.holder, "revoked", reason)
+        self._send_revoke(ticket.holder, ticket.unit, reason)
+
     def _answer_pull(self, holder: Holder, peer: DecodePeer, pull: Pull) -> int:
         ticket = self._book.get(pull.unit)
+        if ticket is None or not self._may_pull(holder, peer, ticket):
+            ticket = self._loans.book.get(pull.unit)
         if ticket is None or ticket.is_revoked or not self._may_pull(holder, peer, ticket):
             return 0  # the ticket ended while the pull was on the way; its holder has been told
+        if self._is_loan(ticket) and not self._loans.is_intact(ticket, unpack_column(pull.indices)):
+            return 0  # the loan ends in this poll; the page may be another tenant's now
         try:
             return self._links.answer_pull(holder, pull, ticket.pages, ticket.num_cached_pages)
         except OutOfMemory as error:
@@ -280,7 +324,13 @@ class HandoffServer:
         for offer in write_offers(ticket, indices, self.end.schema):
             self._links.send(ticket.holder, offer)
 
+    def _is_loan(self, ticket: Ticket) -> bool:
+        return self._loans.book.get(ticket.unit) is ticket
+
     def _fail(self, ticket: Ticket, reason: str) -> None:
+        if self._is_loan(ticket):
+            self._end_loan(ticket, reason)
+            return
         self._failed[ticket.unit] = TicketFailed(ticket.unit, reason)
 
     def _digest(self, ticket: Ticket, indices: Sequence[int]) -> None:
@@ -316,11 +366,13 @@ class HandoffServer:
                     raise AssertionError(f"a prefill node's rank {rank} reported {report}")
 
     def _expire(self) -> None:
-        unknown, lapsed = self._book.expire(is_all_read=not self._has_more)
-        for unit, holder in unknown:
-            self._links.send(holder, UnknownClaim(unit=unit))
-        for unit, holder in lapsed:
-            self._send_revoke(holder, unit, f"the lease of {self._lease_s:g} s ended")
+        for book in (self._book, self._loans.book):
+            unknown, lapsed = book.expire(is_all_read=not self._has_more)
+            for unit, holder in unknown:
+                self._links.send(holder, UnknownClaim(unit=unit))
+            for unit, holder in lapsed:
+                self._send_revoke(holder, unit, f"the lease of {self._lease_s:g} s ended")
+        self._loans.book.take_events()  # a loan owns no page
 
     def _send_revoke(self, holder: Holder, unit: Unit, reason: str, *, finished: bool = False) -> None:
         self._links.send(holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_TEXT]))

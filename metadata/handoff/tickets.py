@@ -23,7 +23,7 @@ The bytes of the pages lie in the pools of memory.py, which only stores them and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -141,6 +141,10 @@ class TicketBook:
         """The links that hold tickets."""
         return {ticket.holder for ticket in self._tickets.values() if ticket.holder is not None}
 
+    def __iter__(self) -> Iterator[Ticket]:
+        """Iterate over the tickets as they are now. Tickets may end meanwhile."""
+        return iter(list(self._tickets.values()))
+
     def get(self, unit: Unit) -> Ticket | None:
         """Return the unit's ticket; None if it is unknown or has ended."""
         return self._tickets.get(unit)
@@ -157,6 +161,15 @@ class TicketBook:
         for holder, parked in self._parked.pop(unit, {}).items():
             if ticket.holder is None and parked.num_cached_pages < num_pages and claimant in (None, parked.claimant):
                 self._take(ticket, holder, parked.num_cached_pages, parked.claimant)
+        return ticket
+
+    def lend(self, unit: Unit, holder: Holder, num_pages: int, num_cached_pages: int) -> Ticket:
+        """Open a ticket that this link holds already, for pages that stay with the prefix cache (loans.py). Raises
+        ProtocolError if the unit has a ticket."""
+        if unit in self._tickets:
+            raise ProtocolError(f"pages are lent for {unit} already", rid=unit.rid)
+        ticket = self._tickets[unit] = Ticket(unit, num_pages, self._clock() + self._term_s)
+        ticket.holder, ticket.num_cached_pages = holder, num_cached_pages
         return ticket
 
     def claim(

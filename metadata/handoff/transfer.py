@@ -7,6 +7,7 @@ TransferFailed, or `drop`) the transfer owns our target pages; tickets.py says w
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 
 from ..errors import ProtocolError, TransferError
-from ..wire.messages import Offer
+from ..wire.messages import Borrow, Claim, Offer
 from ..wire.node_info import HandoffSchema
 from ..wire.request import PullTimes, Unit, pack_ids, unpack_ids
 from .pages import CHECKSUM_BYTES, row_checksum
@@ -59,19 +60,30 @@ class Revoked(NamedTuple):
     reason: str
 
 
-Event = Arrived | TransferFailed | Revoked
+class LoanOver(NamedTuple):
+    """A loan has ended. The first `num_pages` pages of the prompt are in our pool and checked, those that were there
+    before included. `reason`: why these are not all that was asked for; "" if all of them are."""
+
+    unit: Unit
+    num_pages: int
+    num_bytes: int  # that have travelled for them
+    moving_s: float  # seconds in which a page was offered and had not arrived
+    reason: str = ""
+
+
+Event = Arrived | TransferFailed | Revoked | LoanOver
 
 
 @dataclass(slots=True)
 class Transfer:
-    """The state of one claim. `pages` are our page numbers by index in the ticket. The first `num_cached_pages` hold
-    their contents already and are never written."""
+    """The state of one claim. `pages` are our page numbers by index in the ticket. Those that the claim does not need
+    hold their contents already and are never written."""
 
-    unit: Unit
+    claim: Claim
     epoch: str  # the peer's
-    num_cached_pages: int
     pages: tuple[int, ...]
     num_tails: int = 0  # of `pages`, the last ones, which are tail pages
+    until: float = math.inf  # when a loan is given up
     row: bytes | None = None
     num_asked: int = 0  # how often missing offers were asked for
     num_passed_over: int = 0  # how often the peer sent something after that, but not all that is missing
@@ -82,6 +94,26 @@ class Transfer:
     _num_pulls: dict[int, int] = field(default_factory=dict[int, int])
     _moving_since: float | None = None
     _offered_at: float = 0.0  # when the last offer was taken
+
+    @property
+    def unit(self) -> Unit:
+        return self.claim.unit
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Number of the first pages that are here already."""
+        return self.claim.num_cached_pages
+
+    @property
+    def is_loan(self) -> bool:
+        """Whether it borrows pages of a prefix cache, which may be fewer than it has asked for."""
+        return isinstance(self.claim, Borrow)
+
+    @property
+    def num_leading(self) -> int:
+        """Number of the first pages that have arrived, with those that were here before."""
+        landed = self._offered - self._moves.keys()
+        return next(index for index in range(self.num_cached_pages, len(self.pages) + 1) if index not in landed)
 
     @property
     def is_offered(self) -> bool:
@@ -102,8 +134,11 @@ class Transfer:
     ) -> list[Move]:
         """Return the offer's pages as moves, without those offered before. `num_peer_pages` and `num_peer_tails` are
         the pages in the peer's pools. Raises ProtocolError as `read_offer` does."""
+        if self.is_loan and self.num_cached_pages < offer.num_pages < len(self.pages):
+            self.pages = self.pages[: offer.num_pages]
         claimed = len(self.pages), self.num_cached_pages
-        pages = read_offer(offer, schema, *claimed, num_peer_pages, self.num_tails, num_peer_tails)
+        row_len = 0 if self.is_loan else row_bytes(schema)
+        pages = read_offer(offer, schema, *claimed, num_peer_pages, self.num_tails, num_peer_tails, row_len=row_len)
         new = [page for page in pages if page.index not in self._offered]
         moves = [
             Move(self.unit, page.index, page.source, self.pages[page.index], page.generation, page.checksums)
@@ -111,7 +146,7 @@ class Transfer:
         ]
         self._offered |= {page.index for page in new}
         self._moves |= {move.index: move for move in moves}
-        self.row = self.row or offer.row
+        self.row = offer.row if self.row is None else self.row
         return moves
 
     def land(self, index: int, now: float) -> None:
@@ -136,6 +171,13 @@ class Transfer:
         if self._moving_since is not None:
             self.moving_s += now - self._moving_since
             self._moving_since = None
+
+    def loan_over(self, now: float, schema: HandoffSchema, reason: str = "") -> LoanOver:
+        """Return the event for this loan, which ends now."""
+        self.stop_clock(now)
+        num_pages = self.num_leading
+        num_bytes = (num_pages - self.num_cached_pages) * page_bytes(schema)
+        return LoanOver(self.unit, num_pages, num_bytes, self.moving_s, reason)
 
     def arrived(self, now: float, schema: HandoffSchema, transport: str) -> Arrived:
         """Return the event for this whole transfer, which ends now."""
@@ -184,15 +226,17 @@ def read_offer(
     num_peer_pages: int,
     num_tails: int = 0,
     num_peer_tails: int = 0,
+    *,
+    row_len: int | None = None,
 ) -> list[OfferedPage]:
-    """Return the offer's pages.
+    """Return the offer's pages. `row_len`: bytes of its row; None: those of the schema's.
 
     The claim is for `num_pages` pages without the first `num_cached_pages`. The last `num_tails` of them are tail
     pages. `num_peer_pages` is the size of the peer's pool, behind which its `num_peer_tails` tail pages are numbered; 0
     means not known yet, so the offer came too early. Raises ProtocolError for anything that does not fit the claim, the
     schema or the peer's pool.
     """
-    _check_columns(offer, schema)
+    _check_columns(offer, schema, row_bytes(schema) if row_len is None else row_len)
     indices, sources = unpack_column(offer.indices), unpack_column(offer.pages)
     rid = offer.unit.rid
     if offer.num_pages != num_pages:
@@ -238,8 +282,8 @@ def unpack_column(ids: bytes) -> list[int]:
         raise ProtocolError(f"a column of {len(ids)} bytes is not int32: its length is no multiple of 4") from error
 
 
-def _check_columns(offer: Offer, schema: HandoffSchema) -> None:
-    """Raise ProtocolError if the columns are not of one length, or the row is not of the schema's."""
+def _check_columns(offer: Offer, schema: HandoffSchema, row_len: int) -> None:
+    """Raise ProtocolError if the columns are not of one length, or the row has not `row_len` bytes."""
     num_pages = len(unpack_column(offer.indices))
     wanted = {"pages": 4, "generations": 8, "checksums": blocks_per_page(schema) * CHECKSUM_BYTES}
     for name, item_bytes in wanted.items():
@@ -249,9 +293,9 @@ def _check_columns(offer: Offer, schema: HandoffSchema) -> None:
                 f"offer of {num_pages} indices has {size} bytes of {name}, not {item_bytes * num_pages}",
                 rid=offer.unit.rid,
             )
-    if offer.row is not None and len(offer.row) != row_bytes(schema):
+    if offer.row is not None and len(offer.row) != row_len:
         raise ProtocolError(
-            f"a metadata row of {len(offer.row)} bytes, but the schema's row has {row_bytes(schema)}",
+            f"a metadata row of {len(offer.row)} bytes, but the schema's row has {row_len}",
             rid=offer.unit.rid,
         )
 

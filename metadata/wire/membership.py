@@ -10,6 +10,7 @@ from ..cache.names import NAME_BYTES
 from .node_info import (
     MAX_RANKS,
     Address,
+    CanaryOutcome,
     Capacity,
     GroupRank,
     HandoffSchema,
@@ -57,6 +58,7 @@ class Hello(Message, frozen=True, tag="hello"):
     place: Annotated[GroupRank | None, Since(7)] = None  # None: the node is no rank of a group
     commit: Annotated[Digest, Since(8)] = ""  # of the repository that the model is of; "": it is of none
     proven: Annotated[Epochs, Since(8)] = ()  # what the last router said (Proven)
+    borrows: Annotated[bool, Since(8)] = False  # it borrows cached pages; with a data_address it lends its own
 
     @property
     def unit(self) -> str:
@@ -97,6 +99,7 @@ class Heartbeat(Message, frozen=True, tag="beat"):
     rank_silences_s: Annotated[tuple[Seconds, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     round_trip_s: Annotated[Seconds, Since(6)] = 0.0  # to the router, as the node's kernel measures it
     service: Annotated[Service | None, Since(8)] = None  # None: the node does not say
+    interval_s: Annotated[Seconds, Since(8)] = 0.0  # the next one comes after so long at most; 0: it does not say
 
 
 class LedgerReport(Message, frozen=True, tag="ledger"):
@@ -140,6 +143,14 @@ class CachedPages(Message, frozen=True, tag="cached_pages"):
             raise ValueError(f"{len(self.stored)} and {len(self.removed)} bytes are not columns of names")
 
 
+class CanaryTold(Message, frozen=True, tag="canary_told"):
+    """How a canary went that another router has sent (TellCanary)."""
+
+    since: ClassVar[int] = 8
+
+    outcome: CanaryOutcome
+
+
 # --- router -> node -----------------------------------------------------------------------------------------------
 
 
@@ -177,11 +188,19 @@ class RouterHeartbeat(RouterMessage, frozen=True, tag="router_beat"):
 
 class Proven(RouterMessage, frozen=True, tag="proven"):
     """The node is in a pair that is ready with each of the nodes that have these epochs, and with no others. It names
-    them to the next router in its Hello, so that this one need not test the pairs."""
+    them to each next router in its Hello, so that this one need not test the pairs."""
 
     since: ClassVar[int] = 8
 
     epochs: Epochs
+
+
+class TellCanary(RouterMessage, frozen=True, tag="tell_canary"):
+    """How a canary of this router went. The node tells its other routers (CanaryTold)."""
+
+    since: ClassVar[int] = 8
+
+    outcome: CanaryOutcome
 
 
 class Inspect(RouterMessage, frozen=True, tag="inspect"):

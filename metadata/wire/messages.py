@@ -32,6 +32,7 @@ from .data_link import (
 )
 from .membership import (
     CachedPages,
+    CanaryTold,
     Cordon,
     Drain,
     Flush,
@@ -45,17 +46,19 @@ from .membership import (
     Refusal,
     RouterHeartbeat,
     RouterMessage,
+    TellCanary,
     TellPages,
     TokenizerFile,
     Welcome,
 )
-from .node_info import Load, Peer
+from .node_info import Lender, Load, Peer
 from .protocol import Message, Since
 from .request import (
     MAX_BATCH,
     MAX_CONTEXT,
     Choices,
     Count,
+    Digest,
     Ended,
     GenerationRequest,
     Ids,
@@ -105,6 +108,7 @@ class Compute(Dispatch, frozen=True, tag="compute"):
     since: ClassVar[int] = 6
 
     waited_s: Annotated[Seconds, Since(8)] = 0.0  # as of Reserve
+    lender: Annotated[Lender | None, Since(8)] = None  # another node that has pages of the prompt
 
 
 class Prefill(Dispatch, frozen=True, tag="prefill"):
@@ -112,6 +116,7 @@ class Prefill(Dispatch, frozen=True, tag="prefill"):
     (None: no ticket)."""
 
     decode: Peer | None
+    lender: Annotated[Lender | None, Since(8)] = None  # another node that has pages of the prompt
 
 
 class Cancel(RouterMessage, frozen=True, tag="cancel"):
@@ -225,6 +230,21 @@ class Claim(Message, frozen=True, tag="claim"):
     num_cached_pages: Index = field(name="have")
 
 
+class Borrow(Claim, frozen=True, tag="borrow", kw_only=True):
+    """A node asks for pages that the other one has in its prefix cache: those of these tokens behind the first
+    `num_cached_pages`. The lender compares all tokens. It offers what it has of them, with an empty row at the end, or
+    answers Revoke."""
+
+    since: ClassVar[int] = 8
+
+    token_ids: Ids  # up to the last page, and the next tokens by which a page is keyed
+    cache_salt: Digest
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) % 4:
+            raise ValueError(f"{len(self.token_ids)} bytes are no int32 column: not a multiple of 4")
+
+
 class Pull(Message, frozen=True, tag="pull"):
     """Request for these pages (indices in the ticket). Only transports that cannot read the pool themselves send it."""
 
@@ -300,12 +320,13 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 
 # --- all messages by direction -------------------------------------------------------------------------------------
 
-OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | Leaving
+OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | CanaryTold | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
 ToRouter = OfNode | OfWork
-OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | Inspect | Flush | TellPages | Drain | Cordon
+OfOperator = Inspect | Flush | Drain | Cordon
+OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | TellCanary | TellPages | OfOperator
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
-ToPrefill = LinkHello | RankHello | Claim | Pull | Renew | Ack | Drop | RevokeAck
+ToPrefill = LinkHello | RankHello | Claim | Borrow | Pull | Renew | Ack | Drop | RevokeAck
 OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | NixlWelcome | PagePortWelcome | LinkRefused
 ToDecode = OfLink | Offer | Pages | Revoke | UnknownClaim
 

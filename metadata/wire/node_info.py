@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from .protocol import Message, Since
-from .request import MAX_CONTEXT, Count, Digest, Index, Name, Seconds, Text, TokenId
+from .request import MAX_CONTEXT, MAX_TOP_LOGPROBS, Count, Digest, Index, Name, Seconds, Text, TokenId
 
 MAX_FROZEN_LAYERS = 256
 MAX_RANKS = 1024  # of a node
+MAX_CANARY_TOKENS = 16
 MAX_SPECIAL_TOKENS = 64  # with a name
 MAX_FURTHER_POOLS = 7  # of a model
 MAX_POOLS = 2 * (1 + MAX_FURTHER_POOLS)  # of target and draft
@@ -55,6 +56,7 @@ class PoolLayout(Message, frozen=True, omit_defaults=True):
     dtype: Literal["float32", "bfloat16", "float16"]
     planes: Annotated[tuple[KvPlane, ...], Meta(max_length=8), Since(6)] = ()
     further: Annotated[tuple[FurtherPool, ...], Meta(max_length=MAX_FURTHER_POOLS), Since(8)] = ()
+    window: Annotated[Count, Since(8)] = 0  # of a draft: as `FurtherPool.window`
 
 
 class RowField(Message, frozen=True):
@@ -128,6 +130,13 @@ class Peer(Message, frozen=True):
     epoch: Digest
     data_address: Address = ""
     protocol: Annotated[Index, Since(6)] = 0  # both nodes address each other in it; 0: the router does not say
+
+
+class Lender(Message, frozen=True):
+    """A node from which another one may borrow pages of a prompt."""
+
+    peer: Peer
+    num_pages: Count  # leading pages of the prompt that it has told to be in its prefix cache
 
 
 class Capacity(Message, frozen=True):
@@ -235,14 +244,32 @@ class NodeStats(Message, frozen=True):
     idle_rounds: Annotated[tuple[Count, ...], Meta(max_length=MAX_RANKS), Since(6)] = ()
     cache_changes: Annotated[Count, Since(8)] = 0  # pages that the prefix cache stored or removed
     host: Annotated[HostFigures | None, Since(8)] = None  # None: it has no host tier
+    borrowed_tokens: Annotated[Count, Since(8)] = 0  # of cached_tokens, by pages of another node
 
 
 class Service(Message, frozen=True):
-    """Requests of operators that concern all routers of a node. The node keeps them and repeats them in each
+    """What concerns all routers of a node: requests of operators, and who sends canaries. The node repeats it in each
     heartbeat, so a router also learns what an operator has asked of another router."""
 
     is_cordoned: bool = False  # an operator has asked a router to drain the node
     num_flushes: Count = 0  # how often its prefix cache was emptied
+    canary_router: Digest = ""  # epoch of the router that sends the routine canaries; "": the node has joined none
+
+
+class CanaryToken(Message, frozen=True):
+    """A token of the answer to a canary, and those that were a tie with it for the node; None: nearly all were."""
+
+    id: TokenId
+    ties: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOP_LOGPROBS)] | None = ()
+
+
+class CanaryOutcome(Message, frozen=True):
+    """How a canary on a node went, alone or in a pair."""
+
+    prompt: Digest  # of its token ids: answers to other prompts are not compared
+    partner: Digest = ""  # epoch of the prefill node, or of its group; "": the node was alone
+    tokens: Annotated[tuple[CanaryToken, ...], Meta(max_length=MAX_CANARY_TOKENS)] = ()
+    failure: Text = ""  # why there is no answer
 
 
 class PoolLedger(Message, frozen=True):

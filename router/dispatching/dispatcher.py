@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping
 from ...metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
 from ...metadata.wire.membership import (
     CachedPages,
+    CanaryTold,
     Cordon,
     Flush,
     Heartbeat,
@@ -36,6 +37,7 @@ from ...metadata.wire.membership import (
     Leaving,
     LedgerReport,
     Proven,
+    TellCanary,
     TellPages,
     TokenizerFile,
 )
@@ -58,7 +60,7 @@ from ..config import RouterConfig
 from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from ..figures.metrics import Metrics
 from ..health.health import Effect as HealthEffect
-from ..health.health import PairHealth, PairsReady, StartCanary, TellProven
+from ..health.health import PairHealth, PairsReady, StartCanary, TellOutcome, TellProven
 from ..nodes.node import Node, NodeGroup
 from ..nodes.registry import Drains, Registry
 from ..placement.placement import Placement
@@ -97,7 +99,7 @@ class Dispatcher:
             lambda node, reason: self._comings.append((node, reason)),
             config.local_prefill,
         )
-        self.health = PairHealth(self.registry.groups, config.canary_interval_s)
+        self.health = PairHealth(self.registry.groups, config.canary_interval_s, epoch)
         bounds = Bounds(config.max_waiting, config.max_waiting_tokens, config.max_queue_s, config.node_wait_s)
         self.queues = Queues(bounds)
         self.cancels = Cancels(epoch, self._effects)
@@ -314,6 +316,8 @@ class Dispatcher:
             case CachedPages():
                 node.cache.take(message)
                 self._ask_pages(node, now)
+            case CanaryTold(outcome=outcome):
+                self._carry_out(self.health.heard(node, outcome, now), now)
             case LedgerReport():
                 self._effects.append(Ledger(node, message))
             case TokenizerFile():
@@ -381,6 +385,8 @@ class Dispatcher:
         if place.decode is None:
             self._dispatch(entry, attempt, now)
             return True
+        if place.prefill is None:
+            attempt.lender = self._placement.lender(place.decode, entry, now)
         message = self.reservations.begin(entry, attempt, place.decode, now)
         if place.prefill is None:
             attempt.num_uncached = self._placement.begin_prompt(place.decode, entry, attempt.number, now)
@@ -454,12 +460,13 @@ class Dispatcher:
         attempt.dispatched = True
         attempt.sent_at = now
         if prefill is not None:
+            attempt.lender = self._placement.lender(prefill, entry, now)
             attempt.num_uncached = self._placement.begin_prompt(prefill, entry, attempt.number, now)
         if request.dispatched_at is None:
             request.dispatched_at = now
             request.charge_prompt(attempt.num_uncached)
         stage = "local prefill" if prefill is None else "prefill"
-        reason = "; ".join(filter(None, (attempt.place.clause, attempt.prefill_reason)))
+        reason = "; ".join(filter(None, (attempt.place.clause, attempt.prefill_reason, _loan_words(attempt))))
         request.timeline.begin(_sequences(request, attempt.choices), stage, now, attempt, reason)
         if attempt.number == 0 and not request.is_canary:
             self._metrics.dispatched(request, now)
@@ -488,6 +495,7 @@ class Dispatcher:
             choices=choices,
             request=request.wire_request(choices[0]),
             decode=attempt.decode.peer_of(prefill) if attempt.decode is not None else None,
+            lender=attempt.lender,
         )
         self._effects.append(Send(prefill, message))
 
@@ -704,6 +712,8 @@ class Dispatcher:
                     self._to_pump.add(group)
                 case TellProven(node, epochs):
                     self._effects.append(Send(node, Proven(router_epoch=self.epoch, epochs=epochs)))
+                case TellOutcome(node, outcome):
+                    self._effects.append(Send(node, TellCanary(router_epoch=self.epoch, outcome=outcome)))
 
     def _start_canary(self, request: Request, nodes: Pinned, now: float) -> None:
         """Send a request through one pair, or to one node alone, outside the queue."""
@@ -763,6 +773,12 @@ class Dispatcher:
     def _send_unknown(self, peer: bytes, message: ToNode, protocol: int) -> bool:
         self._effects.append(SendUnknown(peer, message, protocol))
         return True
+
+
+def _loan_words(attempt: Attempt) -> str:
+    """Return which node may lend pages of the prompt, "" if none."""
+    lender = attempt.lender
+    return "" if lender is None else f"{lender.peer.node_id} may lend the first {lender.num_pages:,} pages"
 
 
 def _sequences(request: Request, choices: Iterable[int]) -> list[Sequence]:

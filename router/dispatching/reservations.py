@@ -86,7 +86,7 @@ class Reservations:
         rid, number, choices = request.rid, attempt.number, tuple(sorted(attempt.choices))
         wire_request, waited_s = request.wire_request(choices[0]), max(0.0, now - request.created_at)
         if attempt.prefill is None:
-            return Compute(self._epoch, rid, number, choices, wire_request, waited_s)
+            return Compute(self._epoch, rid, number, choices, wire_request, waited_s, attempt.lender)
         return Reserve(self._epoch, rid, number, choices, wire_request, attempt.prefill.peer_of(decode), waited_s)
 
 

@@ -245,6 +245,7 @@ _COUNTERS = (
     "prompt_tokens",
     "computed_tokens",
     "cached_tokens",
+    "borrowed_tokens",
     "generated_tokens",
     "preemptions",
     "pages_moved",

@@ -14,8 +14,10 @@ from __future__ import annotations
 import secrets
 from collections import abc
 
+import xxhash
+
 from ...metadata.errors import BatonError
-from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs
+from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs, pack_ids
 from ..nodes.node import Node, NodeGroup
 from ..requests.request import Delta, Request, Sequence
 from ..waiting.queue import Pinned
@@ -42,7 +44,12 @@ class Prompt:
         self.group, self._is_coarse = group, group.rounds_coarsely
         self.tie_gap = COARSE_TIE_GAP if self._is_coarse else TIE_GAP[dtype]
         period = length if dtype == "float32" and not self._is_coarse else REPEATED
-        self.ids = [ordinary[(7919 * (index % period) + 101) % len(ordinary)] for index in range(length)]
+        self.ids: list[int] = [ordinary[(7919 * (index % period) + 101) % len(ordinary)] for index in range(length)]
+
+    @property
+    def digest(self) -> str:
+        """A digest of the prompt: answers to equal prompts can be compared."""
+        return xxhash.xxh3_64_hexdigest(pack_ids(self.ids))
 
     @property
     def fits(self) -> bool:

@@ -2,7 +2,7 @@
 compute prompts alone. It is an automaton: it has no clock and no socket.
 
 The dispatcher reports events with their time, and carries out the effects that come back, in order: StartCanary,
-PairsReady, TellProven. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.
+PairsReady, TellProven, TellOutcome. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.
 
     untried ----- it and its nodes alone have answered --> ready, undecided or faulty, by the votes (verdicts.py)
     any state --- a canary or transfer failed -----------> failed, until the answer of a later canary
@@ -10,6 +10,11 @@ PairsReady, TellProven. Every canary that it starts ends with one event: `answer
 Each pair, and each node alone, gets a canary when it is new, while it is not ready, after a request failed on it, and
 when it has served no request for `interval_s`. Neither nodes without room nor clients that end their requests count
 against it. Ranks of a rank group count as one node: a canary runs on any of them, and its answer is that of all.
+
+If a node has several routers, one of them sends the routine canaries (outcomes.py). Each router counts the answers that
+the others tell as its own ones. But what fails for one router may work for another one, whose network is another: only
+its own canaries take nodes out of service, and back. A failure that is told makes it send one, as does a request that
+failed here.
 
 Nodes remember for the next router with which other nodes they are in pairs that are ready (TellProven), and their Hello
 says so. If both nodes of a pair name each other, the pair begins as ready, as if it had served a request when the first
@@ -27,11 +32,13 @@ from typing import NamedTuple
 
 from ...metadata.wire.membership import MAX_PROVEN, Proven
 from ...metadata.wire.messages import Compute
+from ...metadata.wire.node_info import CanaryOutcome
 from ..nodes.availability import drain_summary, missing_for_service
 from ..nodes.node import GroupKey, Node, NodeGroup
 from ..requests.request import Request
 from ..waiting.queue import Pinned
 from .canary import Canary, Prompt
+from .outcomes import AWAITED_S, answer_of, is_of_another, nodes_of, outcome
 from .verdicts import READY, UNTRIED, Answer, Verdict, Votes
 
 logger = logging.getLogger(__name__)
@@ -62,15 +69,23 @@ class TellProven(NamedTuple):
     epochs: tuple[str, ...]
 
 
-Effect = StartCanary | PairsReady | TellProven
+class TellOutcome(NamedTuple):
+    """Tell the node how a canary went, for its other routers."""
+
+    node: Node
+    outcome: CanaryOutcome
+
+
+Effect = StartCanary | PairsReady | TellProven | TellOutcome
 _Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode node, None for the one left out
 
 
 class _Subject:
     """The health of a pair, or of a node that computes alone."""
 
-    def __init__(self, nodes: Pinned) -> None:
+    def __init__(self, nodes: Pinned, now: float) -> None:
         self.nodes = nodes
+        self.told_at = now  # when another router's canary went through it, or it was new
         self.answer: Answer | None = None  # to its last canary that got one
         self.verdict: Verdict = UNTRIED
         self.failure: str | None = None  # why its last canary got no answer, or why a transfer failed
@@ -143,7 +158,7 @@ class _Vote:
         key = _key(*nodes)
         subject = self.subjects.get(key)
         if subject is None:
-            subject = self.subjects[key] = _Subject(nodes)
+            subject = self.subjects[key] = _Subject(nodes, now)
             prefill, decode = nodes
             if prefill is None or decode is None:
                 self._votes = None
@@ -231,13 +246,17 @@ class _Vote:
 class PairHealth:
     """States of all pairs and nodes alone, and the canaries under way. `groups` is a view of the registry's groups."""
 
-    def __init__(self, groups: Mapping[GroupKey, NodeGroup], interval_s: float) -> None:
+    def __init__(self, groups: Mapping[GroupKey, NodeGroup], interval_s: float, epoch: str = "") -> None:
+        """`epoch`: the router's."""
+        self._epoch = epoch
         self._groups = groups
         self._interval_s = interval_s
         self._votes: dict[NodeGroup, _Vote] = {}
         self._runs: dict[str, tuple[_Vote, _Subject]] = {}  # by the rid of the canary's request under way
         # what nodes remember, if it is not what their Hello said; None: a message may be lost
         self._told: dict[Node, tuple[str, ...] | None] = {}
+        # told before this router had the prompt, by partner
+        self._early: dict[tuple[Node, str], CanaryOutcome] = {}
         self._tested: dict[str, None] = {}  # epochs of nodes that had canaries or failures here, the oldest first
 
     @property
@@ -279,8 +298,12 @@ class PairHealth:
 
     def hands_over(self, group: NodeGroup) -> bool:
         """Return whether a pair of the group is not known to fail in handing pages over."""
-        pairs = [self._find(*nodes) for nodes in group.pairs()]
-        return not pairs or any(pair is None or pair.failure is None for pair in pairs)
+        has_pairs = False
+        for nodes in group.pairs():
+            has_pairs, pair = True, self._find(*nodes)
+            if pair is None or pair.failure is None:
+                return True
+        return not has_pairs
 
     def worked(self, prefill: Node | None, decode: Node, now: float) -> None:
         """Record that a request's pages arrived at the decode node, or that it computed a local prompt."""
@@ -311,6 +334,7 @@ class PairHealth:
     def forget(self, node: Node) -> None:
         """Remove a node that is gone, with its pairs, its vote and the canaries under way on it."""
         self._told.pop(node, None)
+        self._early = {key: told for key, told in self._early.items() if key[0] is not node}
         vote = self._votes.get(node.group)
         if vote is not None:
             self._leave(vote.forget(node))
@@ -344,6 +368,8 @@ class PairHealth:
             if group not in self._votes or not self._votes[group].prompt.fits:
                 self.forget_group(group)
                 self._votes[group] = _Vote(group, self._tested)
+                for (node, _), told in [each for each in self._early.items() if each[0][0].group is group]:
+                    effects += self.heard(node, told, now)
             vote = self._votes[group]
             for nodes in vote.tested():
                 effects += self._test(vote, vote.subject(nodes, now, self._interval_s), nodes, now)
@@ -375,7 +401,8 @@ class PairHealth:
             return [self._start(vote, subject, canary, now)]
         subject.canary = subject.failure = None
         subject.worked_at = now
-        return [PairsReady(vote.group)] if vote.take(subject, canary.answer) else []
+        effects: list[Effect] = [PairsReady(vote.group)] if vote.take(subject, canary.answer) else []
+        return effects + _tell(vote, subject, canary.answer)
 
     def failed(self, request: Request, reason: str, now: float) -> list[Effect]:
         """A canary's request ended with an error."""
@@ -384,8 +411,27 @@ class PairHealth:
             logger.error("%s: its canary failed: %s", subject.name, reason)
             subject.canary, subject.failure = None, f"{subject.name}: its canary failed: {reason}"
             subject.retry_at = max(subject.retry_at, now + RETRY_S)
-            return [PairsReady(vote.group)] if vote.lack(subject) else []
+            effects: list[Effect] = [PairsReady(vote.group)] if vote.lack(subject) else []
+            return effects + _tell(vote, subject, (), reason)
         return []
+
+    def heard(self, node: Node, told: CanaryOutcome, now: float) -> list[Effect]:
+        """A node tells how a canary of another router went."""
+        vote, nodes = self._votes.get(node.group), nodes_of(node, told)
+        if nodes is None:
+            return []
+        if vote is None or vote.prompt.digest != told.prompt:
+            self._early[node, told.partner] = told
+            return []
+        self._early.pop((node, told.partner), None)
+        subject = vote.subject(nodes, now, self._interval_s)
+        subject.told_at = now
+        if told.failure or subject.failure is not None:  # what fails for one router may work for another
+            subject.is_doubted |= now - subject.worked_at > AWAITED_S
+            return []
+        subject.is_doubted &= subject.answer is not None
+        subject.worked_at = now
+        return [PairsReady(vote.group)] if vote.take(subject, answer_of(told)) else []
 
     def no_room(self, request: Request, now: float) -> None:
         """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""
@@ -396,13 +442,20 @@ class PairHealth:
 
     def _test(self, vote: _Vote, subject: _Subject, nodes: Pinned, now: float) -> list[Effect]:
         """Start a canary on these nodes if one is due."""
-        is_due = subject.is_doubted or not subject.is_ready or now - subject.worked_at >= self._interval_s
-        if not is_due or subject.canary is not None or now < subject.retry_at:
+        if subject.canary is not None or now < subject.retry_at or not self._is_due(subject, nodes, now):
             return []
         subject.retry_at = now + RETRY_S
         subject.was_doubted, subject.is_doubted, subject.was_full = subject.is_doubted, False, False
         subject.canary = Canary(vote.prompt, nodes)
         return [self._start(vote, subject, subject.canary, now)]
+
+    def _is_due(self, subject: _Subject, nodes: Pinned, now: float) -> bool:
+        """Return whether these nodes need a canary, and no other router is about to send it."""
+        if subject.is_doubted:
+            return True
+        due_at = max(subject.told_at, subject.worked_at + self._interval_s) if subject.is_ready else subject.told_at
+        wait_s = AWAITED_S if is_of_another(nodes, self._epoch) else 0.0
+        return now >= due_at + wait_s
 
     def _start(self, vote: _Vote, subject: _Subject, canary: Canary, now: float) -> StartCanary:
         request = canary.next_request(now)
@@ -436,6 +489,11 @@ def _ask(subjects: Iterable[_Subject]) -> None:
     """Have those answer that have not answered yet, although they may be ready by what their nodes report."""
     for subject in subjects:
         subject.is_doubted |= subject.answer is None and subject.canary is None
+
+
+def _tell(vote: _Vote, subject: _Subject, answer: Answer, failure: str = "") -> list[Effect]:
+    told = outcome(vote.prompt, subject.nodes, answer, failure)
+    return [] if told is None else [TellOutcome(*told)]
 
 
 def _serving(group: NodeGroup) -> list[Pinned]:

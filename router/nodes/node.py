@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from ...metadata.bus.liveness import late_s
 from ...metadata.bus.sockets import routing_id
 from ...metadata.cache.names import PageNames
 from ...metadata.handoff.schema.schema import tail_window, tails_before
@@ -185,9 +186,19 @@ class Node:
         return self._beat.stats if self._beat is not None else NodeStats()
 
     @property
+    def canary_router(self) -> str:
+        """Epoch of the router that sends the node's routine canaries, as the node says; "": it has not said one."""
+        service = self._beat.service if self._beat is not None else None
+        return "" if service is None else service.canary_router
+
+    @property
     def last_seen(self) -> float:
         """Time of the last heartbeat, or of joining."""
         return self._last_seen
+
+    def silence_s(self, now: float) -> float:
+        """Return for how long a heartbeat has been due, as the last one says, and has not come."""
+        return now - self._last_seen - (late_s(self._beat) if self._beat is not None else 0.0)
 
     @property
     def welcomed_at(self) -> float:
@@ -417,6 +428,11 @@ class Node:
         """Whether a protocol version exists that it, the other node and the router know."""
         return agreed(self.protocols, other.protocols) is not None
 
+    @property
+    def lends(self) -> bool:
+        """Whether other nodes can borrow pages of its prefix cache."""
+        return self.hello.borrows and bool(self.hello.data_address) and self._is_reachable
+
     def knows(self, kind: type[Message]) -> bool:
         """Whether a message of this type can be sent to it."""
         return kind.since <= self.protocol
@@ -475,8 +491,9 @@ class NodeGroup:
 
     def pairs(self) -> Iterator[tuple[Node, Node]]:
         """Prefill and decode nodes that take new work and know a common protocol."""
+        decodes = self.live("decode")
         for prefill in self.live("prefill"):
-            for decode in self.live("decode"):
+            for decode in decodes:
                 if prefill.shares_protocol(decode):
                     yield prefill, decode
 

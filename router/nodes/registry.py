@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 MAX_EMPTY_GROUPS = 16  # groups without nodes that are kept, since their nodes may come back
 MAX_LINES = 32  # log lines per second on nodes that join, leave and are refused
 TOKENIZER_S = 10.0  # a tokenizer file that has not arrived after this time is asked for again
-NAME_SILENCE_S = 1.0  # a node without a heartbeat for this time loses its name to a new node
+NAME_SILENCE_S = 1.0  # a node whose heartbeat is so late loses its name to a new node
 PROOF_S = 0.5  # a heartbeat read this long after a Hello proves that its sender lived when the Hello was sent
 MAX_WAITING = 64  # Hellos that wait for an answer
 CROSSING_S = 4.5  # a Hello that comes so soon after the Welcome may have crossed it, also if a message takes a second
@@ -287,7 +287,7 @@ class Registry:
     def _obstacle(self, hello: Hello, now: float) -> _Obstacle | None:
         """Return why this node cannot be welcomed now. A silent node of the same name is lost here."""
         namesake = next((node for node in self.nodes.values() if node.node_id == hello.node_id), None)
-        if namesake is not None and now - namesake.last_seen < NAME_SILENCE_S:
+        if namesake is not None and namesake.silence_s(now) < NAME_SILENCE_S:
             reason = f"a node called {hello.node_id!r} is already here; give this one another --node-id"
             return _Obstacle(reason, namesake.last_seen)
         if namesake is not None:

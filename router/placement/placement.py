@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from ...metadata.cache.names import PromptNames
+from ...metadata.wire.node_info import Lender
 from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
 from ..requests.request import Sequence as Output
@@ -163,6 +164,23 @@ class Placement:
             self._prefill_sessions.note(entry.request.session, node.routing_id)
         return num_uncached
 
+    def lender(self, node: Node, entry: Entry, now: float) -> Lender | None:
+        """Return the node that has told most leading pages of a prompt, if these are more than the node has that
+        computes the prompt, and if it can borrow them; otherwise None. To be called before `begin_prompt`."""
+        if entry.pair is not None or entry.request.needs_prompt_logprobs or not node.hello.borrows:
+            return None
+        others = [
+            each
+            for each in entry.request.group.nodes.values()
+            if each is not node and each.lends and each.shares_protocol(node) and each.cache.state(now) == "whole"
+        ]
+        num_told, index = max(
+            ((each.cache.num_matched(entry.names, 0), -index) for index, each in enumerate(others)), default=(0, 0)
+        )
+        if num_told == 0 or num_told <= self._num_cached_pages(node, entry, now):
+            return None
+        return Lender(others[-index].peer_of(node), num_told)
+
     def will_cache(self, decode: Node, entry: Entry, now: float) -> None:
         """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
         self._decode_sessions.note(entry.request.session, decode.routing_id)
@@ -289,13 +307,17 @@ class Placement:
         request = entry.request
         if request.needs_prompt_logprobs:
             return len(request.prompt_ids)
+        return len(request.prompt_ids) - self._num_cached_pages(node, entry, now) * request.group.page_size
+
+    def _num_cached_pages(self, node: Node, entry: Entry, now: float) -> int:
+        """Return how many leading pages of a prompt the node has or will have cached, as far as is known."""
         num_pages, state = 0, node.cache.state(now)
         if state == "whole":
-            num_pages = node.cache.num_matched(entry.names, request.group.num_tails)
+            num_pages = node.cache.num_matched(entry.names, entry.request.group.num_tails)
         if state != "late":
             expected = self._affinity.num_matched(node.routing_id, entry.names, _expected_since(node, now))
             num_pages = max(num_pages, expected)
-        return len(request.prompt_ids) - num_pages * request.group.page_size
+        return num_pages
 
     def _cached_share(self, decode: Node, entry: Entry, now: float) -> float:
         """Return the share of a prompt whose pages need not travel to a decode node."""

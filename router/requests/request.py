@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from ...metadata.errors import BatonError, RequestError
 from ...metadata.handoff.schema.schema import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages, tail_pages
+from ...metadata.wire.node_info import Lender
 from ...metadata.wire.protocol import PROTOCOL_MIN, fields_since
 from ...metadata.wire.request import (
     Ended,
@@ -102,6 +103,7 @@ class Attempt:
         "decode",
         "dispatched",
         "is_learnt",
+        "lender",
         "num_asks",
         "num_uncached",
         "number",
@@ -125,6 +127,7 @@ class Attempt:
         self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
         self.placed_at = self.sent_at = now
         self.is_learnt = False  # its times have corrected the estimates of its role
+        self.lender: Lender | None = None  # from which the node that computes the prompt may borrow pages
         self.num_uncached = 0  # prompt tokens that it will probably compute
         self.num_asks = 0  # how often the decode node was asked for its pages
         self.ask_at = now  # when it is asked again
@@ -607,6 +610,7 @@ class Need(NamedTuple):
     context_len: int  # tokens of the prompt and of the longest output
     local_pages: int = 0  # on a decode node that computes the prompt itself
     num_tails: int = 0  # tail pages that a decode node needs beside either
+    tails_per_choice: int = 0  # added by each further choice on the prefill node, if the drafter has KV there
     protocol: int = PROTOCOL_MIN  # nodes of an older one would ignore a part of the request
 
     @classmethod
@@ -623,7 +627,9 @@ class Need(NamedTuple):
         num_pages, tails = pages_of(reserved_len, page_size), tail_pages(layout, num_tokens)
         num_tails = num_pages - tails.start if tails else 0
         protocol = PROTOCOL_MIN if request.params.grammar is None else GRAMMAR_PROTOCOL
-        return cls(one, two - one, num_pages if needs_decode else None, context_len, num_pages, num_tails, protocol)
+        decode_pages = num_pages if needs_decode else None
+        of_choice = two - one if layout.draft is not None and layout.draft.window else 0
+        return cls(one, two - one, decode_pages, context_len, num_pages, num_tails, of_choice, protocol)
 
     def fits_prefill(self, node: Node) -> bool:
         """Whether this prefill node could compute it when idle."""
@@ -646,7 +652,11 @@ class Need(NamedTuple):
         prompt itself), there is no limit."""
         if prefill is None or self.decode_pages is None or not self.pages_per_choice:
             return 1 << 30
-        return 1 + (prefill.hello.capacity.request_pages - self.prefill_pages) // self.pages_per_choice
+        capacity = prefill.hello.capacity
+        most = 1 + (capacity.request_pages - self.prefill_pages) // self.pages_per_choice
+        if self.tails_per_choice:  # the prompt itself needs less than half of the tail pages (`tails_beside`)
+            most = min(most, 1 + capacity.num_tails // 2 // self.tails_per_choice)
+        return max(1, most)
 
     def _fits(self, node: Node) -> bool:
         fits = node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len

@@ -45,7 +45,7 @@ from bench_prompts import LENGTHS, small_prompt
 from bench_sequences import CHUNK, Running, check, row_of, run_rounds, start, start_long, stop, store
 from gpu_figures import write_gpu_figures
 from harness import heading, tables
-from roofline import Limits, best_s, floor_s, measure_limits, weight_bytes
+from roofline import Limits, best_s, floor_s, measure_limits, state_flops, weight_bytes
 from sampling_kinds import KINDS
 
 from baton.engine.config import EngineConfig
@@ -433,8 +433,9 @@ def _prompt_row(
     _, products = weight_bytes(engine.model_config, total)
     config = engine.model_config
     head = config.hidden_size * config.vocab_size
-    seen = sum(min(num_tokens / 2, window or num_tokens) for window in config.sliding_window)  # by a query, per layer
-    attention = 2 * 2 * num_prompts * num_tokens * seen * config.q_size
+    windows = config.of_attention.sliding_window
+    seen = sum(min(num_tokens / 2, window or num_tokens) for window in windows)  # by a query, per layer
+    attention = 2 * 2 * num_prompts * num_tokens * seen * config.q_size + total * state_flops(config)
     floor = (2 * total * (products - head) + 2 * num_prompts * head + attention) / limits.flops_per_s
     return {
         "tokens": num_tokens,

@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 import shared_paths  # noqa: F401
 from harness import table
-from planted_text import PlantedText
+from planted_text import PlantedText, planted_in
 
 from baton.deploy.bench.client import Reply, Target, ask, open_session
 from baton.deploy.bench.figures import percentiles
@@ -156,7 +156,7 @@ def measure(arrivals: Sequence[Arrival], options: argparse.Namespace, seed: int)
     planned = plan(arrivals, shape, Vocabulary(range(config["vocab_size"])), str(seed))
     num_background = 0 if is_first else options.background
     sender = run_on_uvloop(send(planned, options, num_background, config["max_position_embeddings"]))
-    found = look(sender.asked, PlantedText(config["vocab_size"]) if config.get("_planted") else None)
+    found = look(sender.asked, planted_in(config) if config.get("_planted") else None)
     row = {"rate": num_turns * len(arrivals) / max(arrivals[-1].at_s, 1e-9), "took_s": sender.took_s}
     row |= summary([each.record for each in found.answered], sender.took_s, options.slo)
     row |= {"failed": found.num_failed, "wrong": found.num_wrong, "checked_tokens": found.num_checked}

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, JointPoint, RoundPoint, Times, read
-from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.model_config import DELTA_BLOCK, ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.config import MEMORY_SHARE, EngineConfig
 from baton.engine.state.pages import pages_in
@@ -43,6 +43,7 @@ class Pool(NamedTuple):
 
     tokens: int
     tail_sequences: int | None
+    tail_bytes: int | None = None  # of the tail pages of one sequence
 
 
 def times_of(
@@ -86,6 +87,7 @@ def times_of(
         context_len=context_len,
         pool_tokens=pool.tokens,
         tail_sequences=pool.tail_sequences,
+        tail_bytes=pool.tail_bytes,
         router_ms=max(0.0, routers[len(routers) // 2]) if routers else 0.0,
         rounds=tuple(rounds),
         chunks=tuple(chunks),
@@ -96,8 +98,8 @@ def times_of(
 
 def pool_of(gpu_bytes: int, weight_bytes: int, model: ModelConfig) -> Pool:
     """Return an estimate of what a node holds in bfloat16, without drafts."""
-    unit = 1 if model.compressed is None else model.compressed.page_unit
-    page_size = lcm(EngineConfig().page_size, unit)
+    units = (model.compressed and model.compressed.page_unit, model.delta and DELTA_BLOCK)
+    page_size = lcm(EngineConfig().page_size, *filter(None, units))
     num_bytes = int(MEMORY_SHARE * gpu_bytes - weight_bytes - WORKING_BYTES)
     schema = make_schema(model.with_tail().pool("bfloat16", page_size=page_size), None, page_size)
     kept, tail, window = page_bytes(schema), page_bytes(schema, of_tails=True), tail_window(schema)
@@ -107,8 +109,10 @@ def pool_of(gpu_bytes: int, weight_bytes: int, model: ModelConfig) -> Pool:
         return tails_beside(num_pages, window, page_size, **settings, relative_size=tail / kept) if window else 0
 
     num_pages = pages_in(max(0, num_bytes), lambda num: num * kept + num_tails(num) * tail)
+    if not window:
+        return Pool(max(1, num_pages * page_size), None)
     of_one = most_tails(window, _NUM_NEW, page_size)
-    return Pool(max(1, num_pages * page_size), max(1, num_tails(num_pages) // of_one) if window else None)
+    return Pool(max(1, num_pages * page_size), max(1, num_tails(num_pages) // of_one), of_one * tail)
 
 
 def _run(script: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:

@@ -121,6 +121,30 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {  # fields of config.json that diffe
 }
 
 ARCHITECTURES |= {
+    "qwen3.5-9b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "rms_norm_eps": 1e-6,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "attn_output_gate": True,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -63,6 +63,7 @@ class Play:
         self.streams: list[Stream] = []
         self.evidence = Evidence(rig.directory)
         self.outages = Outages()
+        self.router = next(iter(rig.doors)) if len(rig.doors) == 1 else self.rng.choice(list(rig.doors))  # the target
         self._preempted = self._num_preempted()
 
     def run(self) -> Result:
@@ -78,6 +79,7 @@ class Play:
             self._load()
             self._strike()
         self._join()
+        self._ask_others()
         self._collect()
         self.rig.mend()
         self.result.settle_s = self.rig.settle()
@@ -96,9 +98,23 @@ class Play:
         if scenario.phase in ("decoding", "moving", "draining"):
             chosen = list({*chosen, "greedy", "sampled"})
         for name in chosen:
-            self.streams.append(Stream(self.rig.connection, self.answers[name]))
+            self._send(self.answers[name], rng.choice(list(self.rig.doors)) if len(self.rig.doors) > 1 else self.router)
             if scenario.kind != "flood" and rng.random() < 0.3:
                 time.sleep(rng.uniform(0, 0.1))
+
+    def _send(self, known: Known, router: str) -> None:
+        self.streams.append(Stream(self.rig.doors[router].connection, known, router))
+
+    def _ask_others(self) -> None:
+        """Send what was lost with its router to another one, which must give the same answers."""
+        others = [name for name in self.rig.doors if name != self.router]
+        lost = [each for each in self.streams if self._is_lost_with_router(each) and each.outcome != "done"]
+        for stream in lost if others else ():
+            self._send(stream.known, self.rng.choice(others))
+        self._join()
+
+    def _is_lost_with_router(self, stream: Stream) -> bool:
+        return self.scenario.kind.startswith("router") and stream.router == self.router
 
     def _before(self) -> None:
         """Set up the faults that must be in place before the requests start."""
@@ -163,7 +179,7 @@ class Play:
             self._until_struck()
             self._resume()
         elif kind in ("kill", "stop", "restart", "router kill", "router stop", "router restart"):
-            self._signals("router" if kind.startswith("router") else target, kind.removeprefix("router "))
+            self._signals(self.router if kind.startswith("router") else target, kind.removeprefix("router "))
         elif self._rank_event is not None or (kind in PAGES and phase == "pulling"):
             self._until_struck()
         elif kind in RANKS:
@@ -173,7 +189,7 @@ class Play:
         elif kind.startswith("partition"):
             self._partition(target, kind.removeprefix("partition "))
         elif kind.endswith("clock"):
-            name = "router" if kind.startswith("router") else target
+            name = self.router if kind.startswith("router") else target
             self.rig.new_plan(name, clock_s=self.rig.plans[name].clock_s + self.rng.choice(JUMPS_S))
         elif phase in ("moving", "draining", "idle"):
             self._spoil()
@@ -190,12 +206,12 @@ class Play:
 
     def _signals(self, name: str, kind: str) -> None:
         numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
-        label = f"router {kind}" if name == "router" else kind
+        label = f"router {kind}" if name == self.router else kind
         self._signal(name, numbers[kind], label)
         if kind == "stop":
             self._resume()
-        elif name == "router":
-            self.rig.revive_router()
+        elif name == self.router:
+            self.rig.revive_router(name)
             if self.scenario.phase == "idle" and self.rng.random() < 0.7:
                 self.rig.settle()
 
@@ -340,7 +356,9 @@ class Play:
             result.faults["queue full", "queued"] += 1
         result.outcomes["refused" if is_refused else stream.outcome] += 1
         result.failures.append(f"{stream.known.name} ({stream.rid}): {words}")
-        may_fail = kind.startswith("router") or (kind in TIRING and GIVEN_UP in words) or self.outages.excuse(words)
+        may_fail = (
+            self._is_lost_with_router(stream) or (kind in TIRING and GIVEN_UP in words) or self.outages.excuse(words)
+        )
         return defects if is_refused or may_fail else [*defects, f"did not survive: {words}"]
 
     def _moves(self) -> list[str]:

@@ -23,6 +23,7 @@ from partition import Lines
 from baton.metadata.bus.addresses import PAGE_PORTS
 from baton.metadata.bus.curve import KeyPair
 
+ROUTERS = ("router", "router-b")
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 RANKED = ("prefill-1", "decode-1")  # the nodes that may have several ranks
 Sharing = Literal["tp", "dp-attention"]  # how the ranks of a node share a model, by the flag that says so
@@ -42,7 +43,7 @@ def role_of(name: str) -> str:
 
 
 class Rig(Cluster):
-    """A router and `nodes`. A killed process stays dead until `mend`."""
+    """Routers and `nodes`. A killed process stays dead until `mend`."""
 
     complaints = ("Traceback",)  # warnings are expected: frames are damaged on purpose
     exit_s = 60.0  # on a busy machine, the end of the interpreter alone takes seconds
@@ -59,6 +60,7 @@ class Rig(Cluster):
         num_ranks: int = 1,
         sharing: Sharing = "tp",
         has_keys: bool = False,
+        num_routers: int = 1,
     ):
         """`num_ranks`: of each node in RANKED, which share its model by `sharing`. `place`: who computes the prompts of
         requests; `seed` also draws it for each, if it is mixed. With `has_keys` all processes have one key, and pages
@@ -77,7 +79,12 @@ class Rig(Cluster):
         self.lines = Lines(seed)
         self.data_ports = {name: free_port() for name in nodes if role_of(name) == "prefill"}
         self.plans: dict[str, Plan] = {}
-        self.paths = {name: directory / f"{name}.plan" for name in ("router", *self.nodes_wanted)}
+        # each router as its clients see it; the rig itself is the first one's
+        self.doors: dict[str, Cluster] = {ROUTERS[0]: self}
+        for name in ROUTERS[1:num_routers]:
+            self.doors[name] = Cluster(directory, model, is_forked=True)
+            self.doors[name].processes = self.processes
+        self.paths = {name: directory / f"{name}.plan" for name in (*self.doors, *self.nodes_wanted)}
         self.num_strikes = 0
         self._faults_read: Counter[str] = Counter()
         self.crashes: list[str] = []
@@ -85,7 +92,8 @@ class Rig(Cluster):
         self.stopped: set[str] = set()
         self.struck: list[dict[str, Any]] = []  # strikes that happened
         for name in self.nodes_wanted:
-            self.lines.open((name, "router"), self.node_port)
+            for router, door in self.doors.items():
+                self.lines.open((name, router), door.node_port)
             for ends, port in self._data_lines(name).items():
                 self.lines.open(ends, port)
         for name in self.paths:
@@ -93,10 +101,11 @@ class Rig(Cluster):
         self.auditor = Auditor(self)
 
     def begin(self) -> Rig:
-        self.start_router(*self._router_flags)
+        for router in self.doors:
+            self._start_router(router)
         for name in self.nodes_wanted:
             self.start_wanted(name)
-        self.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
+        self._wait_all_ready()
         # Canaries use every pair of nodes. Cutting a line without a connection would have no effect.
         wait_until(lambda: not self.idle_lines(), lambda: f"connections through {self.idle_lines()}", SETTLE_S)
         self.auditor.start()
@@ -123,7 +132,7 @@ class Rig(Cluster):
 
     def start_wanted(self, name: str) -> None:
         flags = [*NODE_FLAGS, "--num-pages", POOLS[role_of(name)], *self.flags]
-        flags += ["--router", f"tcp://127.0.0.1:{self.lines[name, 'router'].port}"]
+        flags += ["--router", ",".join(f"tcp://127.0.0.1:{self.lines[name, each].port}" for each in self.doors)]
         if name in RANKED:
             flags += [f"--{self.sharing}", str(self._num_ranks)]
         if name in self.data_ports:
@@ -206,7 +215,7 @@ class Rig(Cluster):
         for name in list(self.stopped):
             self.hit(name, signal.SIGCONT)
         struck = {fault["name"] for fault in self.struck if fault["kind"] == "SIGKILL"}
-        for name in ("router", *self.nodes_wanted):
+        for name in (*self.doors, *self.nodes_wanted):
             process = self.processes[name]
             if not process.is_expected_to_run:
                 process.popen.wait(START_S)  # a draining process ends by itself
@@ -216,31 +225,43 @@ class Rig(Cluster):
                 self.crashes.append(f"{name} ended, and {left} of its processes did not: {_end_of(process)}")
             if process.is_expected_to_run and name not in struck:
                 self.crashes.append(f"{name} exited with {process.popen.poll()}: {_end_of(process)}")
-            if name == "router":
-                self.revive_router()
+            if name in self.doors:
+                self.revive_router(name)
             else:
                 self.start_wanted(name)
         self.struck.clear()
 
-    def revive_router(self) -> None:
-        """Start the router again at the same addresses once the old one has ended."""
-        self.processes["router"].popen.wait(START_S)
-        self.start_router(*self._router_flags)
+    def revive_router(self, name: str) -> None:
+        """Start a router again at the same addresses once the old one has ended."""
+        self.processes[name].popen.wait(START_S)
+        self._start_router(name)
+
+    def _start_router(self, name: str) -> None:
+        door = self.doors[name]
+        address = ["--port", str(door.http_port), "--node-address", door.node_address]
+        self.start_process(name, "router", *address, *self._router_flags)
+
+    def _wait_all_ready(self) -> None:
+        for door in self.doors.values():
+            door.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
 
     def settle(self) -> float:
         """Wait until all are ready and no page is held. Returns the seconds between the two."""
-        self.wait_ready(num_nodes=len(self.nodes_wanted), timeout_s=START_S)
+        self._wait_all_ready()
         ready = time.monotonic()
         wait_until(lambda: self._at_rest(), lambda: f"books at rest: {held(self.ledger())}", SETTLE_S)
         return time.monotonic() - ready
 
     def _at_rest(self) -> bool:
-        books = self.ledger()
-        books["router"]["canaries"] = 0  # there may always be some
-        for report in books["nodes"].values():
-            if report and any("canary-" in unit for unit in report["requests"] + report["tickets"]):
+        for door in self.doors.values():
+            books = door.ledger()
+            books["router"]["canaries"] = 0  # there may always be some
+            for report in books["nodes"].values():
+                if report and any("canary-" in unit for unit in report["requests"] + report["tickets"]):
+                    return False
+            if held(books):
                 return False
-        return not held(books)
+        return True
 
     def end(self) -> None:
         """Close the cluster and end the threads."""
@@ -285,7 +306,8 @@ def _end_of(process: Process) -> str:
 class Auditor:
     """Reads the ledger repeatedly and looks for orphans.
 
-    A unit is an orphan if a node holds it although the router has ended its request or has begun a later attempt.
+    A unit is an orphan if a node holds it although its router has ended its request, has begun a later attempt, or has
+    died.
     `longest` is the longest life of an orphan in seconds.
     """
 
@@ -310,13 +332,29 @@ class Auditor:
     def _run(self) -> None:
         while not self._is_stopped.wait(0.2):
             asked = time.monotonic()
-            try:
-                status, books = self._rig.request("GET", "/debug/ledger", timeout_s=12)
-            except (OSError, ValueError):
+            books = self._read()
+            if books is None:
                 self._since.clear()
-                continue
-            if status == 200:
+            else:
                 self._look(books, asked)
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return the books of a router, with the requests of all routers that live. None: one does not answer."""
+        found: list[dict[str, Any]] = []
+        for name, door in self._rig.doors.items():
+            if len(self._rig.doors) > 1 and not self._rig.is_running(name):
+                continue
+            try:
+                status, books = door.request("GET", "/debug/ledger", timeout_s=12)
+            except (OSError, ValueError):
+                return None
+            if status != 200:
+                return None
+            found.append(books)
+        if not found:
+            return None
+        found[0]["router"]["requests"] = [rid for books in found for rid in books["router"]["requests"]]
+        return found[0]
 
     def _look(self, books: dict[str, Any], asked: float) -> None:
         """Look for orphans in `books`, which were requested at the time `asked`.

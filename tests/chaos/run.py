@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", help="kinds of faults (default: all)")
     parser.add_argument("--ranks", type=int, default=1, help="of one node per role; the other has one (default: 1)")
     parser.add_argument("--sharing", choices=SHARINGS, default="tp", help="how ranks share a model (default: tp)")
+    parser.add_argument("--routers", type=int, default=1, help="that share the nodes, at most 2 (default: 1)")
     parser.add_argument("--pause-file", type=Path, help="no scenario starts while this file exists")
     parser.add_argument("--work", type=Path, help="directory for checkpoints and logs (default: a temporary one)")
     parser.add_argument("--models", type=Path, help="directory written by models.py; several runs may share it")
@@ -65,7 +66,7 @@ def main() -> int:
             break
         some = itertools.islice(scenarios, args.each)
         some = _paused(some, args.pause_file)
-        ranks = {"num_ranks": args.ranks, "sharing": args.sharing}
+        ranks = {"num_ranks": args.ranks, "sharing": args.sharing, "num_routers": args.routers}
         run_cluster(work, args.models or work, algorithm, round_number, args.seed, some, until, tally, args.out, ranks)
     tally.seconds = time.monotonic() - started
     tally.write(args.out)
@@ -123,9 +124,10 @@ def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, 
 def check_clean(rig: Rig, answers) -> None:
     """Assert that every answer is as expected if there is no fault."""
     for known in answers.values():
-        stream = Stream(rig.connection, known)
-        stream.thread.join(200)
-        assert stream.outcome == "done" and not stream.problems, (known.name, stream.error, stream.problems)
+        for name, door in rig.doors.items():
+            stream = Stream(door.connection, known, name)
+            stream.thread.join(200)
+            assert stream.outcome == "done" and not stream.problems, (known.name, stream.error, stream.problems)
 
 
 def _say(result: Result) -> None:

@@ -29,6 +29,7 @@ class Stream:
 
     connect: Callable[[float], http.client.HTTPConnection]
     known: Known
+    router: str = "router"  # that gets it
     rid: str = ""
     ids: list[list[int]] = field(default_factory=list)
     ends: list[tuple[str, int | None] | None] = field(default_factory=list)

@@ -21,6 +21,7 @@ class Desk:
 
     def __init__(self, engine: Engine) -> None:
         self.sent: list[Any] = []
+        self.answers: list[Reserved] = []
         self.failed: list[tuple[Unit, str]] = []
         self.outbox = Outbox()
         self.scheduler = DecodeScheduler(engine.cache, 4, 64, context_len=engine.context_len)
@@ -47,6 +48,7 @@ class Desk:
         generation = GenerationRequest(pack_ids([token] * num_tokens), SamplingParams(max_tokens=4))
         granted = self.reservations.grant(Compute(router, rid, 0, choices, generation, waited_s))
         to, answer = self.sent.pop()
+        self.answers.append(answer)
         assert to == router and isinstance(answer, Reserved) and (answer.rid, answer.attempt) == (rid, 0)
         assert {each.unit.choice for each in granted} in (set(), set(answer.granted))
         return answer.granted
@@ -114,6 +116,7 @@ def test_the_router_with_the_oldest_request_gets_the_room_that_becomes_free(desk
     assert [(to, type(message)) for to, message in desk.sent] == [("old", CapacityFreed)]
     desk.sent.clear()
     assert desk.ask("bb", 4, router="young", waited_s=1.1) == (), "it is not its turn, although it would fit"
+    assert desk.answers[-1].load.running == 1, "the node must not seem to be empty: that would mean that it never fits"
     assert desk.ask("ccc", 40, router="old", waited_s=5.1) == (0,)
     desk.finish("ccc")
     desk.reservations.announce_capacity()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from heads import write_head
 from node_pair import NodePair, node_pairs, params
-from thinned import halved
+from own_mtp import with_qwen_mtp
+from thinned import halved, thinned
 from ties import Reference
 
 from baton.engine.engine import Engine
@@ -154,6 +155,40 @@ def test_tail_pages_bound_no_hits_of_many_conversations(make_pair: Callable[...,
             text += [*results[f"{turn} {index}", 0].ids, *prompt(5, 100 + index)]
     pools = pair.prefill.cache.pool
     assert pools.num_tails < pools.num_pages // 3
+
+
+@pytest.mark.parametrize(
+    ("page_size", "turn_len", "num_turns", "num_side_by_side"),
+    thinned([(4, 125, 2, 3), (8, 250, 8, 6), (64, 2000, 8, 1)], lambda i, *_: i == 0),
+)
+def test_turns_on_a_decode_node_compute_little_more_than_their_new_tokens(
+    page_size: int, turn_len: int, num_turns: int, num_side_by_side: int, checkpoint: Callable[..., Path]
+) -> None:
+    """Conversations of a model with recurrent states, side by side. Their states are the largest part of the memory,
+    and there are tail pages for few of them. A turn is a question and, the last quarter, an answer."""
+    model = checkpoint("qwen3_next", max_position_embeddings=num_turns * turn_len + 1000)
+    path = model.with_name(f"{model.name}-mtp")
+    model = path if path.exists() else with_qwen_mtp(model, path)
+    num_pages = num_turns * turn_len // page_size * (num_side_by_side + 1)
+    both: dict[str, Any] = {"page_size": page_size, "num_pages": num_pages, "chunk_tokens": 4 * page_size}
+    both |= {"speculative": "mtp", "draft_steps": 3, "max_running": 1}
+    texts, answer_len = [list[int]() for _ in range(num_side_by_side)], turn_len // 4
+    num_computed = 0
+    with node_pairs() as start:
+        pair = start(model, prefill=both, decode=both)
+        for turn in range(num_turns):
+            for index, text in enumerate(texts):
+                text += prompt(turn_len - answer_len, 1 + turn * num_side_by_side + index)
+                pair.submit(f"{turn} {index}", text, params(answer_len), is_local=turn > 0)
+                result = pair.run(timeout_s=170)[f"{turn} {index}", 0]
+                assert result.ended is not None, result
+                num_computed += (turn > 0) * (len(text) - result.ended.num_cached + answer_len)
+                text += result.ids
+        ledger = pair.decode.cache.tail_ledger()
+    assert ledger is not None
+    num_new = (num_turns - 1) * num_side_by_side * turn_len
+    print(f"computed {num_computed / num_new:.3f} of {num_new}; {ledger.cache} tail pages are cached")
+    assert num_computed <= 1.05 * num_new
 
 
 @pytest.mark.parametrize("is_local", [False, True])

@@ -210,6 +210,19 @@ def test_what_to_do_when_it_does_not_work(server: Server, explain: Explain) -> N
     assert "not the answer of a Baton router" in explain("x")[2]
 
 
+def test_of_several_routers_the_one_answers_that_took_the_request(server: Server, explain: Explain) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    server.say(Explanation([TRACE]))
+    code, out, _ = explain("cmpl-1", "--url", f"{nobody}, {server.url}")
+    assert code == 0 and out.startswith("cmpl-1 (")
+    server.say({"error": {"message": "no request 'x' is known"}}, 404)
+    code, _, problem = explain("x", "--url", f"{nobody},{server.url}")
+    assert code == 1 and f"{nobody}: " in problem and f"{server.url}: " in problem and "'x' is known" in problem
+    server.say(RecentRequests([]))
+    code, out, _ = explain("--url", f"{server.url},{server.url}")
+    assert code == 0 and out.count(f"{server.url}:") == 2 and out.count("no request yet") == 2
+
+
 def test_nobody_listens(explain: Explain) -> None:
     code, _, problem = explain("x", "--url", f"http://127.0.0.1:{free_port()}")
     assert code == 1

@@ -91,7 +91,7 @@ class Running:
 
     def run(self, script: threading.Thread | None = None) -> int:
         with Signals() as signals:
-            launcher = Launcher(self._plan, list(self.children.values()), self._client, self._run_dir, signals)
+            launcher = Launcher(self._plan, list(self.children.values()), [self._client], self._run_dir, signals)
             watch = launcher._watch
             launcher._watch = lambda: (self._is_watching.set(), watch())[1]  # type: ignore[method-assign]
             if script is not None:

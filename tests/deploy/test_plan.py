@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.cli import main
-from baton.deploy.plan import Plan, UpConfig, check_port, commands, split_threads
+from baton.deploy.plan import Plan, UpConfig, check_port, commands, free_port, split_threads
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.prefill_node.config import PrefillConfig
@@ -43,6 +44,28 @@ def test_the_commands_of_a_plan() -> None:
         assert "BATON_API_KEY" not in node.environ
     assert nodes[-1].environ["OMP_NUM_THREADS"] == "3"
     assert not any("hunter2" in word for item in made for word in item.argv)
+
+
+def test_several_routers_share_the_nodes_and_what_they_must_share(tmp_path: Path) -> None:
+    plan = replace(default_plan(), up=UpConfig(routers=2)).secured(tmp_path)
+    first, second, *nodes = commands(plan, node_port=5701, http_port=8001)
+    assert (first.name, second.name, first.role) == ("router-0", "router-1", "router")
+    assert {"--port=8002", "--node-address=tcp://127.0.0.1:5702"} <= set(second.argv)
+    assert any(word.endswith("router-1.key") for word in second.argv)
+    assert first.environ["BATON_CACHE_SECRET"] == second.environ["BATON_CACHE_SECRET"]
+    for node in nodes:
+        assert "--router=tcp://127.0.0.1:5701,tcp://127.0.0.1:5702" in node.argv
+    twice = replace(plan, router=RouterConfig(ops_address="127.0.0.1:9000"))
+    with pytest.raises(ConfigError, match=r"--ops-address 127\.0\.0\.1:9000: each of --routers 2 would listen there"):
+        commands(twice, node_port=5701, http_port=8001)
+    with pytest.raises(ConfigError, match="--routers 0: must be 1 to 16"):
+        UpConfig(routers=0)
+
+
+def test_successive_ports_are_all_free() -> None:
+    first = free_port(count=3)
+    for port in range(first, first + 3):
+        check_port("127.0.0.1", port)
 
 
 def test_roles_may_have_unlike_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

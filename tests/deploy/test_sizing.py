@@ -81,10 +81,11 @@ def test_a_node_with_tail_pages_runs_as_many_sequences_as_have_some(
 ) -> None:
     path, goodputs = tmp_path / "t.json", list[float]()
     for num in (1, 64):
-        path.write_bytes(msgspec.json.encode(msgspec.structs.replace(TIMES, tail_sequences=num)))
+        times = msgspec.structs.replace(TIMES, tail_sequences=num, tail_bytes=453 * 10**6)
+        path.write_bytes(msgspec.json.encode(times))
         assert cli.main(["plan", "--gpus", "1", "--model", str(path), *LOAD]) == 0
         text = capsys.readouterr().out
-        assert f"a node holds 100,000 tokens of context, and the tail pages of {num} sequences" in text
+        assert f"a node holds 100,000 tokens of context, and the tail pages of {num} sequences, 453 MB for each" in text
         goodputs.append(float(re.findall(r"^0P1D always +(\S+)", text, re.M)[0]))
     assert goodputs[0] < goodputs[1]
 

@@ -73,10 +73,9 @@ def test_a_model_whose_kernels_no_gpu_has_run_is_refused_on_one(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
-    model = checkpoint("qwen3_next")
-    with pytest.raises(
-        ConfigError, match=r"Qwen3Next.*: a gated delta rule has not run on a GPU yet; use --device cpu"
-    ):
+    model = checkpoint("kimi_linear")
+    words = r"KimiLinear.*: a gated delta rule by channel has not run on a GPU yet; use --device cpu"
+    with pytest.raises(ConfigError, match=words):
         Engine(EngineConfig(model=str(model), num_pages=8))
 
 
@@ -205,7 +204,7 @@ def test_logits_are_those_of_the_last_new_tokens_of_each_row(engine: Engine) -> 
     rows = [BatchRow(PROMPT, 0, [1, 2], 7), BatchRow(PROMPT[::-1], 0, [3, 4], 7)]
     every = engine.forward(rows).split(7)
     asked = [BatchRow(PROMPT, 0, [1, 2], 2), BatchRow(PROMPT[::-1], 0, [3, 4], 0)]
-    assert torch.equal(engine.forward(asked), every[0][-2:])
+    torch.testing.assert_close(engine.forward(asked), every[0][-2:])  # sums of fewer rows may round otherwise
     assert engine.forward([BatchRow(PROMPT, 0, [1, 2], 0)]).shape == (0, 512)
 
 

@@ -25,7 +25,10 @@ def test_two_models_behind_one_router_on_another_loopback_address(
         cluster.start_node("prefill", f"prefill-{name}", *flags, "--bind-host", "127.0.0.3", model=model)
         cluster.start_node("decode", f"decode-{name}", *flags, "--transport", "zmq", model=model)
     wait_until(lambda: _num_ready(cluster) == 2, lambda: cluster.tails(), 40)
-    assert {node["data_address"].rpartition(":")[0] for node in cluster.nodes()} == {"tcp://127.0.0.3", ""}
+    assert {node["data_address"].rpartition(":")[0] for node in cluster.nodes()} == {
+        "tcp://127.0.0.3",
+        "tcp://127.0.0.1",
+    }
     assert {model["id"] for model in cluster.get("/v1/models")[1]["data"]} == {"a", "b"}
     texts = {}
     for name in ("a", "b"):

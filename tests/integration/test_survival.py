@@ -175,7 +175,7 @@ def test_the_requests_of_a_drained_node_move_to_others(start: Start) -> None:
         membership._on_signal(15, None)
         served.run(lambda: membership.is_over)
         membership.close()
-        served.nodes[name].handoff.close()
+        served.nodes[name].links.close()
         del served.nodes[name]
 
     assert_equal(run_all(served, bodies(stop), leave), clean)

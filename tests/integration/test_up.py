@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,29 @@ def running(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
     with up(tmp_path_factory.mktemp("up"), model_dir) as running:
         yield running
         assert running.process.poll() is None, running.said
+
+
+@pytest.mark.whole
+def test_up_starts_several_routers_and_one_that_is_killed_starts_again(tmp_path: Path, model_dir: Path) -> None:
+    with up(tmp_path, model_dir, "--routers", "2") as running:
+        assert f"served by http://127.0.0.1:{running.port + 1}, too" in running.said
+        other = replace(running, port=running.port + 1)
+        model = running.request("GET", "/v1/models")[1]["data"][0]["id"]
+        body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
+
+        def text(router: Up) -> str:
+            status, answer = router.request("POST", "/v1/completions", body)
+            assert status == 200, answer
+            return answer["choices"][0]["text"]
+
+        expected = text(running)
+        assert text(other) == expected
+        next(each for each in running.family() if "--node-address" in " ".join(each.cmdline())).kill()
+        wait_until(lambda: "router-0 was killed by signal 9" in running.said, lambda: running.said)
+        assert "router-1 serves on" in running.said and text(other) == expected
+        wait_until(lambda: "router-0 serves again" in running.said, lambda: running.said, READY_S)
+        wait_until(lambda: running.request("GET", "/ready")[0] == 200, lambda: running.said, READY_S)
+        assert text(running) == expected
 
 
 @pytest.mark.timing

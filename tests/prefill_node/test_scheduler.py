@@ -66,6 +66,27 @@ def test_no_more_than_max_running_requests_compute(scheduler: PrefillScheduler, 
     remove_all(scheduler)
 
 
+def test_prompts_beyond_a_routers_grant_wait_for_those_of_other_routers(
+    scheduler: PrefillScheduler, make_request: MakeRequest
+) -> None:
+    scheduler.num_routers = 2
+    requests = [make_request(rid, 4) for rid in ("a1", "a2", "a3", "a4", "a5", "b1", "b2")]
+    for request in requests:
+        request.router = request.rid[0]
+        scheduler.submit(request)
+    assert scheduler.max_prompts == 3
+    order: list[str] = []
+    while any(True for _ in scheduler):
+        order += [request.rid for request in scheduler.start()]
+        scheduler.remove(scheduler.computing[0])
+    assert order == ["a1", "a2", "a3", "b1", "b2", "a4", "a5"]
+    scheduler.num_routers = 1
+    for request in requests[::-1]:
+        scheduler.submit(request)
+    assert scheduler.start() == requests[:3:-1], "a single router's prompts start in order"
+    remove_all(scheduler)
+
+
 def test_a_step_takes_one_chunk_of_tokens_oldest_first(scheduler: PrefillScheduler, make_request: MakeRequest) -> None:
     for request in (make_request("a", 11), make_request("bb", 4), make_request("ccc", 3)):
         scheduler.submit(request)

@@ -103,7 +103,7 @@ def test_wrong_settings_are_refused_by_name(name: str, value: object) -> None:
 def test_the_routers_key_is_called_so_in_the_allow_list(tmp_path: Path) -> None:
     listed = Listed(tmp_path / "list", "router", "p0")
     listed.pairs["p0"].write(tmp_path / "p0.key")
-    with pytest.raises(ConfigError, match="calls this key 'p0', not 'router'"):
+    with pytest.raises(ConfigError, match="calls this key 'p0'; a router's is called 'router' or router-NAME"):
         run(RouterConfig(port=0, keys=str(tmp_path / "p0.key"), allow_list=str(listed.path)))
 
 

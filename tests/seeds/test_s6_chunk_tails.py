@@ -82,7 +82,9 @@ def run(pair: NodePair, name: str, chosen: slice = slice(None)) -> list[Seen]:
         index = int(sequence.unit.rid.removeprefix(name))
         current[:] = [index]
         if not seen[index].proposals and engine.draft_pools is not None:
-            seen[index].kv = gather(engine.draft_pools.kv, sequence.pages, sequence.num_computed)
+            table = sequence.tail.pages if engine.has_draft_tails else sequence.pages
+            kv, held = gather(engine.draft_pools.kv, table, sequence.num_computed), engine.draft_window
+            seen[index].kv = kv[:, :, :, max(0, kv.shape[3] - held) :] if held else kv
         return submit(sequences, *rest)
 
     def collecting(submitted: Any) -> Any:

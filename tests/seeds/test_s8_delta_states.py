@@ -17,10 +17,11 @@ from solo import caught
 from ties import Reference
 
 from baton.engine.attention.pool_rows import PoolRows
-from baton.engine.checkpoint.model_config import DELTA_ROWS
+from baton.engine.checkpoint.model_config import DELTA_ROWS, ModelConfig
 from baton.engine.drafters import mtp
 from baton.engine.layers import delta_net
 from baton.engine.layers.delta_net import DeltaNet
+from baton.kernels.state import delta_rule
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.wire.request import Unit
 
@@ -42,10 +43,11 @@ def truth(model: Path) -> list[int]:
     return Reference(model).generate(PROMPT, NUM_TOKENS)
 
 
-def served(model: Path, truth: list[int]) -> list[int]:
+def served(model: Path, truth: list[int], **shape: int) -> list[int]:
     """Return the text of a pair of nodes, half of whose drafts are accepted. The prompt is computed in chunks."""
     with node_pairs() as start:
-        both = {"page_size": PAGE_SIZE, "num_pages": 100, "chunk_tokens": 7, "speculative": "mtp", "draft_steps": 3}
+        both: dict[str, Any] = {"page_size": PAGE_SIZE, "num_pages": 100, "chunk_tokens": 7}
+        both |= {"speculative": "mtp", "draft_steps": 3, **shape}
         pair = start(model, prefill=both, decode=both)
         coach(pair.decode.executor.engine.drafter, {0: PROMPT + truth}, lambda _, position: position % 5 > 1)
         pair.submit("a", PROMPT, params(NUM_TOKENS))
@@ -117,6 +119,39 @@ def test_rows_one_token_off_are_caught(model: Path, truth: list[int], monkeypatc
     monkeypatch.setattr(PoolRows, "read", early)
     with caught():
         assert served(model, truth) == truth
+
+
+TREE = {"draft_topk": 3, "draft_tokens": 10}
+
+
+def test_trees_of_drafts_give_the_text_of_transformers(model: Path, truth: list[int]) -> None:
+    assert served(model, truth, **TREE) == truth
+
+
+@pytest.mark.parametrize("defect", ["rows", "convolution", "state"])
+def test_what_a_sibling_leaves_is_caught(
+    defect: str, model: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defects: nodes of a tree see all nodes before them, or are convolved in the order of slots, or no state is
+    made of the rows of an accepted path."""
+    compute, inputs = delta_rule._compute, delta_rule._inputs
+
+    def all_before(own: Any, decay: torch.Tensor, is_seen: torch.Tensor, state: torch.Tensor) -> Any:
+        return compute(own, decay, torch.ones_like(is_seen).tril(), state)
+
+    def by_slots(rows: torch.Tensor, weights: Any, sources: Any) -> Any:
+        num_rows = len(rows) - weights.num_before
+        return inputs(rows, weights, [slice(tap, tap + num_rows) for tap in range(len(sources))])
+
+    match defect:
+        case "rows":
+            monkeypatch.setattr(delta_rule, "_compute", all_before)
+        case "convolution":
+            monkeypatch.setattr(delta_rule, "_inputs", by_slots)
+        case _:
+            monkeypatch.setattr(ModelConfig, "with_trees", lambda self, _: self)
+    with caught():
+        assert served(model, truth, **TREE) == truth
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -124,7 +124,7 @@ def test_entries_one_window_off_are_caught(pool: str, text: Text) -> None:
 # --- drafts that are rejected ---
 
 
-@pytest.mark.parametrize("pool", thinned([KV, *INPUTS], lambda _, pool: pool in (KV, "sparse_inputs")))
+@pytest.mark.parametrize("pool", thinned([KV, *INPUTS], lambda _, pool: pool == "sparse_inputs"))
 def test_a_row_of_a_rejected_draft_that_stays_is_caught(pool: str, text: Text) -> None:
     """The defect: a slot that a draft has written is not written by the token that takes its place."""
     written = set[tuple[int, ...]]()
@@ -147,7 +147,7 @@ def test_a_row_of_a_rejected_draft_that_stays_is_caught(pool: str, text: Text) -
 
 @pytest.mark.parametrize(
     ("pool", "num_steps"),
-    thinned([(pool, num_steps) for pool in ENTRIES for num_steps in (4, 6, 8)], lambda i, *_: i % 4 == 0),
+    thinned([(pool, num_steps) for pool in ENTRIES for num_steps in (4, 6, 8)], lambda i, *_: i == 4),
 )
 def test_an_entry_of_rejected_drafts_that_stays_is_caught(pool: str, num_steps: int, text: Text) -> None:
     """The defect: an entry that drafts have made is not made again (SGLang 33872)."""
@@ -208,7 +208,7 @@ def test_tail_pages_of_the_request_before_are_caught(text: Text) -> None:
 WIRE = ("target", *(f"target.{name}" for name in (*ENTRIES[1:], *INPUTS, WINDOW_POOL)))  # the first has the index keys
 
 
-@pytest.mark.parametrize("name", thinned(WIRE, lambda _, name: name in ("target", "target.heavy_inputs")))
+@pytest.mark.parametrize("name", thinned(WIRE, lambda _, name: name == "target.heavy_inputs"))
 def test_one_wrong_number_on_the_wire_is_found(name: str, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of a row changes behind its page's checksum. The request ends with an error that names the page."""
     offer, flipped, found = HandoffServer.offer, list[int](), list[PageMemory]()

@@ -213,9 +213,10 @@ def pool_of(
     dtype: Literal["float32", "bfloat16", "float16"],
     planes: Sequence[KvPlane],
     further: Sequence[FurtherPool] = (),
+    window: int = 0,
 ) -> PoolLayout:
     """Return the description of a pool with these planes. `dtype`: of the values as attention takes them. `further`:
-    pools beside it.
+    pools beside it. `window`: positions that layers read back, if the pool has tail pages.
 
     Planes that a pool has anyway are not listed, so equal pools have equal descriptions. Raises ConfigError if two
     planes, or two pools, have one name.
@@ -226,11 +227,11 @@ def pool_of(
         names = ", ".join(plane.name for plane in planes)
         raise ConfigError(f"planes {planes_words(planes)} have the names {names}: give each plane a name of its own")
     first = planes[0]
-    plain = PoolLayout(num_layers, first.num_heads, first.head_dim, dtype, further=tuple(further))
+    plain = PoolLayout(num_layers, first.num_heads, first.head_dim, dtype, further=tuple(further), window=window)
     if planes_of(plain) == tuple(planes):
         return plain
     # zeros, so that a peer that does not know `planes` takes the pool for none of its own
-    return PoolLayout(num_layers, 0, 0, dtype, tuple(planes), tuple(further))
+    return PoolLayout(num_layers, 0, 0, dtype, tuple(planes), tuple(further), window)
 
 
 def planes_words(planes: Sequence[KvPlane]) -> str:

@@ -175,12 +175,12 @@ def further_pools(schema: HandoffSchema) -> dict[str, FurtherPool]:
 
 def are_tails(schema: HandoffSchema) -> tuple[bool, ...]:
     """Return, for each pool in wire order, whether it has tail pages."""
-    return tuple(isinstance(pool, FurtherPool) and pool.window > 0 for pool in pools(schema).values())
+    return tuple(pool.window > 0 for pool in pools(schema).values())
 
 
 def tail_window(schema: HandoffSchema) -> int:
     """Return how many positions layers with tail pages read back, their own included; 0: there are no such layers."""
-    return max((pool.window for pool in further_pools(schema).values()), default=0)
+    return max(pool.window for pool in pools(schema).values())
 
 
 def tails_before(window: int, page_size: int) -> int:
@@ -289,10 +289,10 @@ def describe(schema: HandoffSchema) -> str:
 
 def pool_words(pool: PoolLayout | FurtherPool) -> str:
     """Return a pool's layout in words."""
+    window = f" of {pool.window} positions" if pool.window else ""
     if isinstance(pool, FurtherPool) or pool.planes:
-        window = f" of {pool.window} positions" if isinstance(pool, FurtherPool) and pool.window else ""
         return f"{pool.num_layers} layers x ({planes_words(pool.planes)}){window}"
-    return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}"
+    return f"{pool.num_layers} layers x {pool.num_kv_heads} kv heads x {pool.head_dim} {pool.dtype}{window}"
 
 
 def layer_words(layers: Sequence[int]) -> str:
@@ -357,6 +357,8 @@ def _flat(schema: HandoffSchema, by_planes: Collection[str]) -> dict[str, Any]:
             continue
         fields = msgspec.structs.asdict(pool)
         del fields["planes"], fields["further"]
+        if not pool.window:
+            del fields["window"]
         if name in by_planes:
             del fields["num_kv_heads"], fields["head_dim"]
             planes = planes_of(pool) if pool.planes or pool.num_kv_heads else ()  # an old node tells no planes

@@ -103,8 +103,10 @@ class LocalTransport(Transport):
             move = self._queue.popleft()
             for pool, peer, (_, _, spans) in zip(self.memory, self._peers, self.part.pools, strict=True):
                 for source, target, num_bytes in spans if pool.holds(move.target) else ():
-                    copied = peer.pages[:, move.source - peer.first, source : source + num_bytes]
-                    pool.pages[:, move.target - pool.first, target : target + num_bytes] = copied
+                    # no variable holds a view of the peer's pages: the link may be lost before the next page
+                    pool.pages[:, move.target - pool.first, target : target + num_bytes] = peer.pages[
+                        :, move.source - peer.first, source : source + num_bytes
+                    ]
             num_moves -= 1
             yield Landed(move, int((self._counted or self._peers[0]).generations[move.source]))
 

@@ -19,11 +19,9 @@ MAX_LEN = 255
 KEYED_SEED = web.RequestKey("keyed_seed", int)  # only requests with the header have one
 
 
-def keyed_seed(key: str | None, tenant: str, body: bytes) -> int | None:
-    """Return the seed (0..2**62 - 1) of a request with this key, None if it has none. `body`: as the client sent it,
-    without compression. Raises RequestError for a key that is empty, too long or not printable ASCII."""
-    if key is None:
-        return None
+def keyed_seed(key: str, tenant: str, body: bytes) -> int:
+    """Return the seed (0..2**62 - 1) of a request with this key. `body`: as the client sent it, without compression.
+    Raises RequestError for a key that is empty, too long or not printable ASCII."""
     if not 0 < len(key) <= MAX_LEN or not (key.isascii() and key.isprintable()):
         raise RequestError(
             f"header {HEADER} has {len(key)} characters; it must have 1 to {MAX_LEN}, all printable ASCII", param=HEADER

@@ -42,7 +42,8 @@ async def one(api: Api, http_request: web.Request) -> web.StreamResponse:
         raise NotFound(
             f"no request {wanted!r} is known; the id is the answer's x-request-id, or `id` in its body. GET "
             f"/debug/requests lists what the router knows: live requests and the last {MAX_FINISHED} others, without "
-            "those that were refused before they were queued",
+            "those that were refused before they were queued. Another router may have taken it: ask that one "
+            "(`baton explain --url URL1,URL2`)",
             param="rid",
         )
     return json_response(Explanation(found))

@@ -15,7 +15,7 @@ from ...requests.trace import Span
 from ...waiting.queue import Entry, WaitingQueue
 from .types import LiveState
 
-SILENT_S = 1.0  # nodes send a heartbeat several times per second
+SILENT_S = 1.0  # for so long a heartbeat may be due
 
 
 class Standing(NamedTuple):
@@ -45,13 +45,12 @@ def pair_standing(health: PairHealth, prefill: Node | None, decode: Node | None)
 def node_standing(node: Node, pairs: list[PairStanding], registry: Registry, now: float) -> Standing:
     """Return the state of a joined node. `pairs`: the states of its pairs, and of the node alone if it computes local
     prompts."""
-    silent_s = now - node.last_seen
     if node.is_draining:
         return Standing("draining", drain_words(node))
     if not node.is_reachable:
         return Standing("silent", "a message could not be sent to it; it gets work again after its next heartbeat")
-    if silent_s > SILENT_S:
-        return Standing("silent", f"its last heartbeat came {silent_s:.1f} s ago")
+    if node.silence_s(now) > SILENT_S:
+        return Standing("silent", f"its last heartbeat came {now - node.last_seen:.1f} s ago")
     if not node.is_live:
         return Standing("joining", _missing_ranks(node))
     if node.group.tokenizer is None:

@@ -87,9 +87,9 @@ class Api:
             raise Unavailable("the router is shutting down")
         data = (await self._bodies.read(http_request)).removeprefix(codecs.BOM_UTF8)  # tools of Windows write it
         http_request[ARRIVED] = time.monotonic()
-        seed = keyed_seed(http_request.headers.get(KEY_HEADER), http_request[CALLER].tenant.name, data)
-        if seed is not None:
-            http_request[KEYED_SEED] = seed
+        key = http_request.headers.get(KEY_HEADER)
+        if key is not None:
+            http_request[KEYED_SEED] = keyed_seed(key, http_request[CALLER].tenant.name, data)
         most = most_plain(kind)
         BODY_SIZE.set(quick_size(data, most) or await self.side_work.exact_size(data, most))
         if takes_ids(kind) and not BODY_SIZE.get().is_small:

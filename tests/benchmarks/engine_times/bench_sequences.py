@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planted_text import PlantedText
+from planted_text import PlantedText, planted_in
 
 from baton.engine.drafters.base import PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
@@ -172,7 +172,7 @@ def check(engine: Engine, prompt: Sequence[int], output: Sequence[int]) -> int:
 @cache
 def _planted_text(model_dir: Path) -> PlantedText | None:
     config = json.loads((model_dir / "config.json").read_text())
-    return PlantedText(config["vocab_size"]) if config.get("_planted") else None
+    return planted_in(config) if config.get("_planted") else None
 
 
 def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:

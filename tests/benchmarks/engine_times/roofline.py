@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.checkpoint.model_config import ModelConfig
+from baton.engine.checkpoint.model_config import DELTA_BLOCK, ModelConfig
 from baton.engine.checkpoint.quantization import Quantization
 from baton.engine.engine import Engine
 from baton.kernels.experts.mxfp4 import GROUP
@@ -105,8 +105,30 @@ def entry_bytes(config: ModelConfig, num_tokens: int, kv_tokens: int) -> int:
     return 2 * num_tokens * (rows * config.head_dim + index_rows * (0 if index is None else index.head_dim))
 
 
+def state_bytes(config: ModelConfig, num_tokens: int) -> int:
+    """Return the bytes of recurrent states in float32, and of rows behind them in 16 bits, that `num_tokens` tokens
+    move in all layers. Each is of a sequence of its own. It reads a state and the keys, values, b and a of half a block
+    on average. A state is written once per block."""
+    delta = config.delta
+    if delta is None:
+        return 0
+    state = 4 * delta.num_value_heads * delta.key_dim * delta.value_dim
+    row = delta.num_key_heads * delta.key_dim + delta.num_value_heads * (delta.value_dim + 1 + delta.decay_dim)
+    return int(num_tokens * len(delta.layers) * (state * (1 + 1 / DELTA_BLOCK) + row * DELTA_BLOCK))
+
+
+def state_flops(config: ModelConfig) -> int:
+    """Return the operations of a token in all layers with a delta rule: products of a state with the key and the query,
+    and the outer product that it adds."""
+    delta = config.delta
+    if delta is None:
+        return 0
+    return 3 * 2 * len(delta.layers) * delta.num_value_heads * delta.key_dim * delta.value_dim
+
+
 def floor_s(engine: Engine, num_tokens: int, kv_tokens: int, limits: Limits, num_logits: int | None = None) -> float:
-    """Return the least seconds of a step of `num_tokens` new tokens that reads the KV of `kv_tokens` tokens."""
+    """Return the least seconds of a step of `num_tokens` new tokens that reads the KV of `kv_tokens` tokens, and
+    the states of as many sequences as it has new tokens."""
     config = engine.model_config
     weights, products = weight_bytes(config, num_tokens)
     if config.compressed is None:
@@ -115,4 +137,6 @@ def floor_s(engine: Engine, num_tokens: int, kv_tokens: int, limits: Limits, num
         kv_bytes = entry_bytes(config, num_tokens, kv_tokens)
     head = config.hidden_size * config.vocab_size
     flops = 2 * num_tokens * (products - head) + 2 * (num_tokens if num_logits is None else num_logits) * head
-    return max((weights + kv_bytes) / limits.bytes_per_s, flops / limits.flops_per_s)
+    flops += num_tokens * state_flops(config)
+    moved = weights + kv_bytes + state_bytes(config, num_tokens)
+    return max(moved / limits.bytes_per_s, flops / limits.flops_per_s)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import synthetic
 import tensor_files
-from roofline import kv_read_tokens, weight_bytes
+from published_configs import PUBLISHED, write_config
+from roofline import kv_read_tokens, state_bytes, state_flops, weight_bytes
+from safetensors.torch import load_file
+
+from baton.engine.checkpoint.read_config import read_model_config
 
 
 @pytest.mark.parametrize(
@@ -31,6 +37,39 @@ def test_weights_count_as_they_are_stored(
     if config.experts is not None:
         most = others * of_others + config.experts.num_experts * expert * of_expert
         assert weight_bytes(config, 4096)[0] == pytest.approx(config.num_layers * most + 2 * head)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"])
+def test_matrices_of_layers_with_a_delta_rule_count_as_the_checkpoint_has_them(
+    family: str, checkpoint: Callable[..., Path]
+) -> None:
+    config, stored = read_model_config(checkpoint(family)), load_file(checkpoint(family) / "model.safetensors")
+    skipped = (
+        "embed_tokens",
+        "conv1d",
+        "shared_expert_gate",
+        "mlp.gate.weight",
+        "block_sparse_moe.gate.weight",
+        "A_log",
+    )
+    counted = [
+        tensor for name, tensor in stored.items() if tensor.ndim > 1 and not any(each in name for each in skipped)
+    ]
+    assert weight_bytes(config, 10**6)[0] == pytest.approx(2 * sum(tensor.numel() for tensor in counted), abs=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "rows"),
+    [("Qwen3-Next-80B-A3B", 75.5, 14.3), ("Qwen3.5-35B-A3B", 62.9, 11.9), ("Kimi-Linear-48B-A3B", 41.9, 15.8)],
+)
+def test_a_step_of_a_published_model_reads_its_active_weights_and_a_state_per_sequence(
+    name: str, state: float, rows: float, tmp_path: Path
+) -> None:
+    """MB of the states of a sequence in float32, and of the rows of half a block in all layers."""
+    config = read_model_config(write_config(tmp_path, PUBLISHED[name]))
+    assert weight_bytes(config, 1)[1] / 1e9 == pytest.approx(3.2, abs=0.4), "A3B"
+    assert state_bytes(config, 8) == pytest.approx(8e6 * (state * 65 / 64 + rows), rel=0.005)
+    assert state_flops(config) > 0 and state_bytes(replace(config, delta=None), 8) == 0
 
 
 def test_a_window_bounds_the_kv_that_is_read(tmp_path: Path) -> None:

@@ -117,17 +117,13 @@ def rounds(options: argparse.Namespace, *, has_peer: bool = True) -> Iterator[Ke
 
 def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
     """Rounds of one row by other columns and warps than the kernel chooses."""
-    chosen = triton_delta_round.tiles_of
+    chosen = triton_delta_round.TILE_OF_STATE
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for columns, num_warps in ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8), (128, 8)):
-
-        def given(*_: object, tiles: tuple[int, int] = (columns, num_warps)) -> tuple[int, int]:
-            return tiles
-
-        triton_delta_round.tiles_of = given
+    for tile in ((16, 4, 128), (16, 2, 168), (32, 4, 168), (32, 8, 128), (64, 4, 255), (64, 8, 128)):
+        triton_delta_round.TILE_OF_STATE = tile
         for kernel in rounds(one, has_peer=False):
-            yield kernel._replace(name=f"{kernel.name}, {columns} columns, {num_warps} warps")
-    triton_delta_round.tiles_of = chosen
+            yield kernel._replace(name="{}, {} columns, {} warps, {} registers".format(kernel.name, *tile))
+    triton_delta_round.TILE_OF_STATE = chosen
 
 
 def prompts(options: argparse.Namespace) -> Iterator[Kernel]:

@@ -28,13 +28,14 @@ Sources: rotary pairs as in engine/attention; the metric is that of Kademlia (Ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from planted_delta import DeltaHeads
 from planted_heads import RESULT, ROPE_THETA, Dims, Heads, LatentHeads, Place
 from planted_text import PlantedText
 from tensor_files import SHARD_BYTES, standard_normal, write_config, write_shards, write_tokenizer
@@ -86,10 +87,10 @@ class PlantedModel:
         """Raises ModelError if the sizes cannot hold a text."""
         self.config = config
         self.seed = seed
-        self.text = PlantedText(config.vocab_size)
+        self.text = PlantedText(config.vocab_size, None if config.delta is None else config.delta.key_dim)
         self.dims = Dims.of(self.text)
         self.stream = Stream.of(self.text, self.dims, config.hidden_size, config.rms_norm_eps)
-        heads = Heads if config.latent is None else LatentHeads
+        heads = DeltaHeads if config.delta is not None else Heads if config.latent is None else LatentHeads
         self.heads = heads(config, self.text, self.dims, self.stream.scale)
         self.places = self._places()
 
@@ -99,16 +100,17 @@ class PlantedModel:
             return self._packed(spec)
         drawn = standard_normal(spec.name, spec.shape, self.seed)
         if spec.name == "model.embed_tokens.weight":
-            return embedding(drawn, self.text, self.dims, self.stream, self.config.checkpoint_dtype)
+            unset = [bit for bit, read in enumerate(self.text.reads) if read.address_bits]
+            return embedding(drawn, self.text, self.dims, self.stream, self.config.checkpoint_dtype, unset=unset)
         if spec.name == "lm_head.weight":
             return self._lm_head(drawn)
         places = [place for place in self.places if spec.name.startswith(f"model.layers.{place.layer}.")]
-        if spec.name.endswith(("bias", "sinks")):
+        if spec.name.endswith(("bias", "sinks")) and not spec.name.endswith("dt_bias"):
             return drawn.fill_(SINK if spec.name.endswith("sinks") else 0.0)
         if len(spec.shape) == 1:
             return self.heads.norm_weight(spec.name, drawn.fill_(1.0), places)
         drawn.mul_(random_scale(spec, self._added))
-        if spec.name.endswith(("o_proj.weight", "down_proj.weight")):
+        if spec.name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             drawn[: self.dims.size] = 0.0
         if spec.name.endswith(("router.weight", "mlp.gate.weight")):
             # What all tokens have in common would send them to the same experts.
@@ -131,18 +133,23 @@ class PlantedModel:
         return made
 
     def _places(self) -> list[Place]:
-        """Place the reads from the first layer to the last without a window, each on its own kv head."""
-        layers = [layer for layer, window in enumerate(self.config.sliding_window) if window is None]
+        """Place the reads from the first layer to the last without a window, each on its own kv head. A read by state
+        is in the middle one of the layers with states."""
+        delta = () if self.config.delta is None else self.config.delta.layers
+        windows = enumerate(self.config.sliding_window)
+        layers = [layer for layer, window in windows if window is None and layer not in delta]
         if not layers:
             raise ModelError(f"no layer of {self.config.architecture} attends to all tokens, as planted texts need")
-        last, num_bits, num_heads = len(layers) - 1, self.text.num_bits, self.heads.num_heads
+        by_state = [bit for bit, read in enumerate(self.text.reads) if read.address_bits]
+        bits = [bit for bit in range(self.text.num_bits) if bit not in by_state]
+        last, num_heads = len(layers) - 1, self.heads.num_heads
         places = [
-            Place(layers[round(bit * last / (num_bits - 1))], bit % num_heads, bit, read)
-            for bit, read in enumerate(self.text.reads)
+            Place(layers[round(at * last / (len(bits) - 1))], at % num_heads, bit, self.text.reads[bit])
+            for at, bit in enumerate(bits)
         ]
-        if len({place[:2] for place in places}) < num_bits:
-            raise ModelError(f"{num_bits} reads need more layers, or more kv heads in each")
-        return places
+        if len({place[:2] for place in places}) < len(bits):
+            raise ModelError(f"{len(bits)} reads need more layers, or more kv heads in each")
+        return places + [Place(delta[len(delta) // 2], 1, bit, self.text.reads[bit]) for bit in by_state]
 
     def _lm_head(self, drawn: Tensor) -> Tensor:
         rows = torch.from_numpy(self.text.ids[: self.text.num_codes])
@@ -195,11 +202,17 @@ def write_planted(
 
 
 def embedding(
-    drawn: Tensor, text: PlantedText, dims: Dims, stream: Stream, dtype: str, low: Tensor | None = None
+    drawn: Tensor,
+    text: PlantedText,
+    dims: Dims,
+    stream: Stream,
+    dtype: str,
+    low: Tensor | None = None,
+    unset: Sequence[int] = (),
 ) -> Tensor:
     """Turn normal noise [vocab_size, hidden_size], in place, into embeddings that have equal length in `dtype`.
 
-    `low` [vocab_size] int64 replaces the low digits.
+    `low` [vocab_size] int64 replaces the low digits. The results of the bits `unset` begin as 0 of a bit.
     """
     drawn.mul_(stream.random)
     drawn[:, : dims.size] = 0.0
@@ -211,6 +224,7 @@ def embedding(
     drawn[:, dims.key] = _signs(keys.unsqueeze(1) >> torch.arange(text.key_bits, device=drawn.device) & 1)
     drawn[:, dims.value] = _signs(values)
     drawn[:, dims.one] = 1.0
+    drawn[:, [dims.result.start + bit for bit in unset]] = -RESULT
     rest = stream.energy - torch.cat([block.square().sum(1) for block in drawn.split(4096)])
     for dim in range(dims.ballast.start, dims.ballast.stop):
         drawn[:, dim] = _rounded_down(rest.clamp_min(0.0).sqrt(), dtype)
@@ -221,7 +235,7 @@ def embedding(
 def random_scale(spec: TensorSpec, added: float) -> float:
     """Return the scale of a random matrix. `added`: roughly what a sublayer adds to each dimension of the stream."""
     scale = 1 / math.sqrt(spec.shape[1])
-    if spec.name.endswith("o_proj.weight"):
+    if spec.name.endswith(("o_proj.weight", "out_proj.weight")):
         return scale * added
     return scale * added * 2 if spec.name.endswith("down_proj.weight") else scale
 

@@ -3,10 +3,14 @@
 A token id stands for a code, and a code is (high, low): code = high * base + low. The next token has
 
     low digit    the current token's low digit plus one, modulo `base`
-    high digit   `num_bits` bits; bit i is a bit of an earlier token, the source of read i. There are two kinds of read:
+    high digit   `num_bits` bits; bit i is a bit of an earlier token, the source of read i. There are kinds of read:
                  by position   the source is the token `offset` back, or the first token if there are fewer
                  by content    the source is the token whose key is nearest to a target, which the current token
                                determines; the distance is key XOR target, as a number
+                 by state      in a text with recurrent states: of the tokens that write, the last one at an address
+                               that the current token determines. A token writes if the first bits of its key are all
+                               1, and the low bits are its address. It is mostly more than 1,000 tokens back, or there
+                               is none, and the bit is 0
 
 Every code has a key, a hash of `key_bits` bits. A read takes a bit of a hash of the source's key. Tokens with the same
 key have the same distance and the same bits, so every prompt has exactly one continuation. A prompt may contain any id;
@@ -16,8 +20,8 @@ ids are scattered over the vocabulary, and only the first `num_codes` codes are 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +29,7 @@ MAX_CODES = 32_000  # no more than a published EAGLE-3 head's vocabulary
 MAX_KEY_BITS = 13
 OFFSETS = (1, 4)  # of the reads by position
 _MIN_BASE = 16
+_WRITTEN_BITS = 10  # that a token's key must have to write at an address: one of 1,024 tokens has them
 
 
 class Read(NamedTuple):
@@ -33,13 +38,15 @@ class Read(NamedTuple):
     offset: int | None  # tokens back; None: by content
     rotation: int = 0  # target = (key of the current token, its bits rotated up) ^ mask
     mask: int = 0
+    address_bits: int = 0  # of a read by state, whose address is in the key's bits from `rotation` on, ^ mask; else 0
 
 
 class PlantedText:
     """The rule for one size of vocabulary."""
 
-    def __init__(self, vocab_size: int) -> None:
-        """Raises ValueError if the vocabulary is too small."""
+    def __init__(self, vocab_size: int, key_dim: int | None = None) -> None:
+        """`key_dim`: rows of a recurrent state, if the text has a read by state. Raises ValueError if the vocabulary is
+        too small."""
         self.vocab_size = vocab_size
         # the ids of the first codes: only these are ever generated
         self.draft_vocab_size = most = min(MAX_CODES, vocab_size // 2)
@@ -49,6 +56,10 @@ class PlantedText:
         self.base = most >> self.num_bits
         self.num_codes = self.base << self.num_bits
         self.key_bits = min(MAX_KEY_BITS, (self.num_codes - 1).bit_length())
+        self._address_bits = 0 if key_dim is None else min(6, key_dim.bit_length() - 1)
+        self.num_write_bits = _WRITTEN_BITS - self._address_bits
+        if key_dim is not None and self.key_bits < _WRITTEN_BITS:
+            raise ValueError(f"a vocabulary of {vocab_size} is too small for a read by state; take 2048 or more")
         self.reads = self._reads()
         step = next(n for n in range(int(vocab_size * 0.618), vocab_size) if math.gcd(n, vocab_size) == 1)
         self.ids = np.arange(vocab_size, dtype=np.int64) * step % vocab_size  # [vocab_size] by code, aliases included
@@ -84,7 +95,9 @@ class PlantedText:
         ids = np.asarray(token_ids, dtype=np.int64)
         keys, found = self.keys[ids], []
         for read in self.reads:
-            if read.offset is not None:
+            if read.address_bits:
+                found.append(self._written(keys, read)[-1:].tolist())
+            elif read.offset is not None:
                 found.append([max(0, len(ids) - 1 - read.offset)])
             else:
                 distances = keys ^ self.target(int(keys[-1]), read)
@@ -96,10 +109,22 @@ class PlantedText:
         full = (1 << self.key_bits) - 1
         return ((key << read.rotation | key >> self.key_bits - read.rotation) & full) ^ read.mask
 
+    def _written(self, keys: np.ndarray, read: Read) -> np.ndarray:
+        """Return the positions of the tokens that wrote where the last token reads."""
+        address = (int(keys[-1]) >> read.rotation ^ read.mask) & ((1 << read.address_bits) - 1)
+        first_bits = (1 << self.num_write_bits) - 1 << self.key_bits - self.num_write_bits
+        writes = keys & first_bits == first_bits
+        return np.flatnonzero(writes & (keys & ((1 << read.address_bits) - 1) == address))
+
     def _after(self, ids: np.ndarray, keys: np.ndarray) -> int:
         last, high = int(ids[-1]), 0
         for bit, read in enumerate(self.reads):
-            if read.offset is not None:
+            if read.address_bits:
+                written = self._written(keys, read)
+                if not len(written):
+                    continue
+                source = int(written[-1])
+            elif read.offset is not None:
                 source = max(0, len(ids) - 1 - read.offset)
             else:
                 source = int((keys ^ self.target(int(keys[-1]), read)).argmin())
@@ -110,10 +135,19 @@ class PlantedText:
         """Make the reads. The second and the last but one are by position."""
         by_position = {1: OFFSETS[0], self.num_bits - 2: OFFSETS[1]}
         masks = hashed(np.arange(1, self.num_bits + 1)) & ((1 << self.key_bits) - 1)
-        return tuple(
+        reads = [
             Read(by_position[bit]) if bit in by_position else Read(None, (2 * bit + 1) % self.key_bits, int(masks[bit]))
             for bit in range(self.num_bits)
-        )
+        ]
+        if self._address_bits:
+            middle, size = self.num_bits // 2, 1 << self._address_bits
+            reads[middle] = Read(None, 1, int(masks[middle]) % size, self._address_bits)
+        return tuple(reads)
+
+
+def planted_in(config: Mapping[str, Any]) -> PlantedText:
+    """Return the text that is planted in a model, given its config.json."""
+    return PlantedText(config["vocab_size"], config.get("linear_key_head_dim"))
 
 
 def hashed(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 import synthetic
 import tensor_files
 import torch
-from node_pair import NodePair, params
+from node_pair import NodePair, node_pairs, params
 from planted import PLANTED, PlantedModel, in_blocks, maker, write_planted
 from planted_models import random_prompt, small
 from planted_text import PlantedText
@@ -21,6 +21,7 @@ from thinned import thinned
 from baton.engine.checkpoint.made_checkpoint import EveryName
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.layers.delta_net import DeltaNet
 from baton.engine.models.registry import tensor_specs
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
@@ -104,7 +105,12 @@ def test_a_model_whose_layers_all_have_a_window_is_refused(tmp_path: Path) -> No
         PlantedModel(tensor_files.write_config(tmp_path, fields | {"tie_word_embeddings": False}))
 
 
-@pytest.mark.parametrize("architecture", [each for each in synthetic.ARCHITECTURES if "deepseek-v4" not in each])
+DELTA = "qwen3.5-9b"  # eight of its layers have attention, and nine bits are read there
+
+
+@pytest.mark.parametrize(
+    "architecture", [each for each in synthetic.ARCHITECTURES if "deepseek-v4" not in each and each != DELTA]
+)
 def test_real_sizes_have_room_for_the_text(tmp_path: Path, architecture: str) -> None:
     """Every read has its own layer, and the norm scales the embeddings by a power of two."""
     fields = synthetic.ARCHITECTURES[architecture] | {"tie_word_embeddings": False, "rope_theta": 1e9}
@@ -365,3 +371,67 @@ def verify(context: Context, known: list[int], nodes: list[int], visible: torch.
         .argmax(-1)
         .tolist()
     )
+
+
+# --- a read by a recurrent state ---
+
+NUM_PROMPT, CHUNK, FORGOTTEN = 2430, 320, 1280  # tokens; the state after the last is read by a chunk
+
+
+@pytest.fixture
+def run_delta(planted: Planted) -> Iterator[Callable[[], bool]]:
+    """A function that returns whether a pair of nodes continues a prompt of a model with recurrent states by the
+    rule."""
+    text, prompt = PlantedText(4096, 32), random_prompt(NUM_PROMPT, 9, 4096)
+    both: dict[str, Any] = {"page_size": 64, "num_pages": 90, "chunk_tokens": CHUNK, "speculative": "ngram"}
+
+    with node_pairs() as start:
+
+        def run() -> bool:
+            pair = start(planted(DELTA), prefill=both, decode=both | {"draft_steps": 3})
+            pair.submit("a", prompt, params(70))
+            return pair.run(timeout_s=170)["a", 0].ids == text.continuation(prompt, 70)
+
+        yield run
+
+
+def test_published_sizes_have_room_for_a_read_by_state(tmp_path: Path) -> None:
+    model = PlantedModel(tensor_files.write_config(tmp_path, synthetic.ARCHITECTURES[DELTA] | PLANTED))
+    assert (model.text.num_bits, model.text.key_bits, model.stream.scale) == (10, 13, 8.0)
+    [place] = [each for each in model.places if each.read.address_bits]
+    assert model.config.delta is not None and place.layer in model.config.delta.layers
+    assert (1 << place.read.address_bits, model.text.num_write_bits) == (64, 4)
+
+
+def test_a_quarter_of_the_tokens_read_by_state_are_more_than_1000_back() -> None:
+    text, ids = PlantedText(248_320, 128), random_prompt(6000, 1, 248_320)
+    middle = text.num_bits // 2
+    sources = [text.sources(ids[:end])[middle] for end in range(4000, 6000, 5)]
+    ages = [end - source[0] for end, source in zip(range(4000, 6000, 5), sources, strict=True) if source]
+    assert len(ages) > 0.9 * len(sources)
+    assert sum(age > 1000 for age in ages) > len(ages) / 4
+
+
+@pytest.mark.parametrize(
+    "defect",
+    thinned(["none", "one edge early", "lost with the prompt", "forgets after 1,000 tokens"], lambda i, _: i == 3),
+)
+def test_faults_of_a_state_change_the_text(
+    defect: str, run_delta: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last defect loses what was written more than 1,000 tokens before the prompt's end, and nothing else."""
+    state = DeltaNet._state
+
+    def wrong(self: DeltaNet, pools: Any, pages: torch.Tensor, edge: int, block: int) -> torch.Tensor:
+        match defect:
+            case "one edge early":
+                return state(self, pools, pages, max(0, edge - block), block)
+            case "lost with the prompt":
+                is_lost = edge == NUM_PROMPT // block * block
+            case _:
+                is_lost = defect != "none" and edge == FORGOTTEN
+        found = state(self, pools, pages, edge, block)
+        return torch.zeros_like(found) if is_lost else found
+
+    monkeypatch.setattr(DeltaNet, "_state", wrong)
+    assert run_delta() == (defect == "none")

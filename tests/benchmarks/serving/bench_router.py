@@ -1,6 +1,6 @@
 """Measure what the router adds: 64 streams through a real router process, fed by fake nodes that answer at once.
 
-    python tests/benchmarks/serving/bench_router.py [--streams 64] [--tokens 500] [--interval-ms 10]
+    python tests/benchmarks/serving/bench_router.py [--streams 64] [--tokens 500] [--interval-ms 10] [--routers 1]
 
 There are three processes: the router, which is measured, the fake nodes, and this program, a plain client. Two phases:
 
@@ -8,7 +8,7 @@ There are three processes: the router, which is measured, the fake nodes, and th
              the added latency is from just before the node's send to the client's read of that token's event
     blast    the node sends as fast as the router's socket accepts messages; tokens per second of router CPU time
 
-Prints one row per phase.
+With `--routers 2` there are two routers, each with nodes and half of the streams. Prints one row per phase.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from baton.deploy.bench.client import Target, ask, open_session
 from baton.deploy.bench.sender import run_on_uvloop
 
 T = TypeVar("T")
+BEAT_S = 0.2  # between heartbeats of the decode node
 
 
 def run_router(config: dict[str, Any], ready: Any) -> None:
@@ -88,7 +89,7 @@ def run_nodes(
         def rounds(self, units: list[Unit]) -> None:
             times: list[float] = []
             ids, counts = pack_ids([300] * len(units)), pack_ids([1] * len(units))
-            due = time.perf_counter() + 0.2
+            due = beat_at = time.perf_counter() + 0.2
             for place in range(1, num_tokens):
                 due += interval_s
                 while time.perf_counter() < due:
@@ -100,7 +101,8 @@ def run_nodes(
                 times.append(time.perf_counter())
                 while not self.link.send(message):
                     time.sleep(0.0005)
-                if place % 20 == 0:
+                if times[-1] - beat_at > BEAT_S:
+                    beat_at = times[-1]
                     self.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, self.load(), NodeStats()))
             self.reserved.clear()
             pipe.send(times)
@@ -131,6 +133,11 @@ async def clients(url: str, num_streams: int, num_tokens: int) -> list[array[flo
     return [reply.times for reply in replies]
 
 
+async def clients_of_all(urls: list[str], num_streams: int, num_tokens: int) -> list[list[array[float]]]:
+    """Run so many streams at each router at once, and return the times by router."""
+    return list(await asyncio.gather(*(clients(url, num_streams, num_tokens) for url in urls)))
+
+
 async def watched(url: str, num_viewers: int, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of some work, during which viewers read GET /live."""
     num_read = [0] * num_viewers  # bytes
@@ -150,36 +157,55 @@ async def watched(url: str, num_viewers: int, work: Coroutine[Any, Any, T]) -> T
 
 
 def phase(
-    num_streams: int, num_tokens: int, interval_s: float, *, num_viewers: int = 0, num_prefill: int = 1
+    num_streams: int,
+    num_tokens: int,
+    interval_s: float,
+    *,
+    num_viewers: int = 0,
+    num_prefill: int = 1,
+    num_routers: int = 1,
 ) -> dict[str, Any]:
-    """Start a router and nodes, and run all streams once, watched by so many viewers of GET /live."""
+    """Start routers, each with nodes in a process of their own, and run all streams once, divided between the routers.
+    The first router is watched by so many viewers of GET /live."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
     config = {"port": 0, "node_address": "tcp://127.0.0.1:*", "canary_interval_s": 3600.0, "max_waiting": 4096}
-    router = context.Process(target=run_router, args=(config, theirs), daemon=True)
-    router.start()
-    url, address, start_s = ours.recv()
-    pipe, end = context.Pipe()
-    about = address, num_tokens, num_streams, interval_s, end, num_prefill
-    nodes = context.Process(target=run_nodes, args=about, daemon=True)
-    nodes.start()
+    routers, nodes, urls, pipes, start_s = [], [], [], [], 0.0
     try:
-        wait_ready(url)
-        process = psutil.Process(router.pid)
-        idle_rss, cpu = process.memory_info().rss, cpu_s(process)
+        for _ in range(num_routers):
+            ours, theirs = context.Pipe()
+            routers.append(context.Process(target=run_router, args=(config, theirs), daemon=True))
+            routers[-1].start()
+            url, address, start_s = ours.recv()
+            urls.append(url)
+            pipe, end = context.Pipe()
+            pipes.append(pipe)
+            about = address, num_tokens, num_streams // num_routers, interval_s, end, num_prefill
+            nodes.append(context.Process(target=run_nodes, args=about, daemon=True))
+            nodes[-1].start()
+        for url in urls:
+            wait_ready(url)
+        processes = [psutil.Process(router.pid) for router in routers]
+        idle_rss, cpu = processes[0].memory_info().rss, sum(map(cpu_s, processes))
         begun = time.perf_counter()
-        arrived = run_on_uvloop(watched(url, num_viewers, clients(url, num_streams, num_tokens)))
-        sent = pipe.recv()
-        cpu, wall = cpu_s(process) - cpu, time.perf_counter() - begun
-        peak_rss = process.memory_info().rss
+        asked = clients_of_all(urls, num_streams // num_routers, num_tokens)
+        arrived = run_on_uvloop(watched(urls[0], num_viewers, asked))
+        sent = [pipe.recv() for pipe in pipes]
+        cpu, wall = sum(map(cpu_s, processes)) - cpu, time.perf_counter() - begun
+        peak_rss = processes[0].memory_info().rss
     finally:
-        for each in (nodes, router):
+        for each in (*nodes, *routers):
             each.kill()
             each.join()
     # the first token came from prefill; the last one's event also holds the finish reason
-    lags = sorted(read - at for times in arrived for at, read in zip(sent, times[1:num_tokens], strict=True))
-    total = num_streams * num_tokens
+    lags = sorted(
+        read - at
+        for theirs, ours in zip(sent, arrived, strict=True)
+        for times in ours
+        for at, read in zip(theirs, times[1:num_tokens], strict=True)
+    )
+    total = num_streams // num_routers * num_routers * num_tokens
     return {
+        "routers": num_routers,
         "streams": num_streams,
         "tokens": total,
         "interval_ms": interval_s * 1000,
@@ -187,6 +213,7 @@ def phase(
         "added_ms_p99": round(lags[len(lags) * 99 // 100] * 1000, 3),
         "router_cpu_us_per_token": round(cpu / total * 1e6, 2),
         "tokens_per_s_per_core": round(total / cpu),
+        "tokens_per_s": round(total / wall),
         "wall_s": round(wall, 3),
         "router_listening_s": round(start_s, 3),
         "router_rss_idle_mb": round(idle_rss / 1e6, 1),
@@ -214,9 +241,13 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=500)
     parser.add_argument("--interval-ms", type=float, default=10.0)
+    parser.add_argument("--routers", type=int, default=1, help="divide the streams between so many (default: 1)")
     args = parser.parse_args()
     phases = {"paced": args.interval_ms / 1000, "blast": 0.0}
-    rows = ({"phase": name} | phase(args.streams, args.tokens, interval) for name, interval in phases.items())
+    rows = (
+        {"phase": name} | phase(args.streams, args.tokens, interval, num_routers=args.routers)
+        for name, interval in phases.items()
+    )
     report(args, "router", rows, unit="ms", about={"cpus": os.cpu_count()})
 
 

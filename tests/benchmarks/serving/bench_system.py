@@ -40,7 +40,7 @@ import shared_paths  # noqa: F401
 import bench_sequences
 from cluster import Cluster
 from harness import heading, tables
-from planted_text import PlantedText
+from planted_text import PlantedText, planted_in
 from sampling_kinds import KINDS
 
 from baton.deploy.bench.client import Reply, Target, ask, open_session
@@ -108,7 +108,7 @@ def one_round(cluster: Cluster, options: argparse.Namespace, kind: str, num_stre
     wall_s = time.perf_counter() - started
     assert all(len(reply.ids) == options.tokens for reply in replies)
     is_known = kind == "greedy" and bool(config.get("_planted"))
-    num_wrong = count_wrong(prompts, [reply.ids for reply in replies], vocab_size) if is_known else 0
+    num_wrong = count_wrong(prompts, [reply.ids for reply in replies], planted_in(config)) if is_known else 0
     times = [np.array(reply.id_times) for reply in replies]
     begun = max(float(each[0]) for each in times)  # from when all have their first token
     ended = min(float(each[-1]) for each in times)  # until the first has its last
@@ -144,9 +144,8 @@ async def ask_all(cluster: Cluster, prompts: Sequence[list[int]], num_tokens: in
     return replies
 
 
-def count_wrong(prompts: Sequence[list[int]], outputs: Sequence[list[int]], vocab_size: int) -> int:
+def count_wrong(prompts: Sequence[list[int]], outputs: Sequence[list[int]], text: PlantedText) -> int:
     """Count the streams that differ from the planted text, as far as they came."""
-    text = PlantedText(vocab_size)
     return sum(ids != text.continuation(prompt, len(ids)) for prompt, ids in zip(prompts, outputs, strict=True))
 
 

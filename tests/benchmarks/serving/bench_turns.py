@@ -53,7 +53,6 @@ WORDS = [
     "list",
     "open",
 ]
-MAX_TOKENS = 8
 BREAK = 3  # turns before what happens in the middle of a load
 SIDE_BY_SIDE = 3
 
@@ -70,17 +69,25 @@ class Turn(NamedTuple):
     ttft_s: float
 
 
+class TurnShape(NamedTuple):
+    """Words that the client says in a turn, and tokens of the answer."""
+
+    num_words: int
+    answer_len: int
+
+
 class Conversation:
     """One conversation, or a child of one, which begins with its history."""
 
-    def __init__(self, cluster: Cluster, text: str, num_known: int = 0, seed: int = 0) -> None:
+    def __init__(self, cluster: Cluster, shape: TurnShape, text: str, num_known: int = 0, seed: int = 0) -> None:
+        self._shape = shape
         self._target = Target(f"http://127.0.0.1:{cluster.http_port}", cluster.model_name, fields={"ignore_eos": True})
         self._rng = random.Random(seed)
         self.text, self.num_known = text, num_known
 
     def take_turn(self, index: int) -> Turn:
         """Say something, wait for the whole answer, and return what that took."""
-        self.text += "\n" + " ".join(self._rng.choices(WORDS, k=30))
+        self.text += "\n" + " ".join(self._rng.choices(WORDS, k=self._shape.num_words))
         reply = Reply()
         run_on_uvloop(self._ask(reply))
         assert reply.error is None and reply.prompt_len is not None, reply
@@ -97,14 +104,15 @@ class Conversation:
 
     async def _ask(self, reply: Reply) -> None:
         async with open_session(self._target, timeout_s=120.0) as session:
-            await ask(session, self._target, self.text, MAX_TOKENS, reply)
+            await ask(session, self._target, self.text, self._shape.answer_len, reply)
 
 
-def converse(cluster: Cluster, num_conversations: int, num_turns: int, event: Break) -> list[Turn]:
+def converse(cluster: Cluster, num_conversations: int, num_turns: int, event: Break, shape: TurnShape) -> list[Turn]:
     """Run a load, and return all turns."""
     rng = random.Random(1)
     held = [
-        Conversation(cluster, " ".join(rng.choices(WORDS, k=120)), seed=number) for number in range(num_conversations)
+        Conversation(cluster, shape, " ".join(rng.choices(WORDS, k=120)), seed=number)
+        for number in range(num_conversations)
     ]
     turns: list[Turn] = []
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
@@ -112,7 +120,7 @@ def converse(cluster: Cluster, num_conversations: int, num_turns: int, event: Br
             if index == BREAK:
                 _break(cluster, event)
                 held += [
-                    Conversation(cluster, each.text, each.num_known, seed=100 + 2 * number + child)
+                    Conversation(cluster, shape, each.text, each.num_known, seed=100 + 2 * number + child)
                     for number, each in enumerate(held)
                     for child in range(2)
                 ]
@@ -154,8 +162,10 @@ def _measure(options: argparse.Namespace, event: Break, is_before: bool) -> list
             names = ("router", "prefill-0", "prefill-1", "decode-0", "decode-1")
             cluster.releases = dict.fromkeys(names, options.before)
         try:
-            cluster.start(prefill=2, decode=2)
-            return converse(cluster, options.conversations, options.turns, event)
+            cluster.start(prefill=2, decode=2, node_flags=["--speculative", options.speculative])
+            return converse(
+                cluster, options.conversations, options.turns, event, TurnShape(options.words, options.answer)
+            )
         finally:
             cluster.kill_all()
 
@@ -166,6 +176,9 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="directory of the `baton` of another commit")
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--speculative", default="auto", help="setting of all nodes")
+    parser.add_argument("--words", type=int, default=30, help="that the client says in each turn")
+    parser.add_argument("--answer", type=int, default=8, help="tokens of each answer")
     options = parser.parse_args()
     report(options, "turns", rows(options), unit="tokens")
 

@@ -39,7 +39,7 @@ HEALTHY = Facts(
     api_keys=Tried("api.keys"),
     model=Tried("DIR"),
     caches=(Cache("kernels of Triton", "/cache", is_writable=True, free_bytes=9 * GIB),),
-    router=Reached("tcp://r:5700", "", 1500, "taken"),
+    routers=(Reached("tcp://r:5700", "", 1500, "taken"),),
 )
 
 
@@ -128,18 +128,19 @@ CASES = {  # what is wrong: changed facts, the check, the level, words of the fi
     ),
     "a proxy": ({"proxies": {"HTTP_PROXY": "http://p:3128"}}, "proxies", "warning", "http://p:3128", "NO_PROXY="),
     "no way to the router": (
-        {"router": Reached("tcp://r:5700", "timed out")}, "router", "error", "timed out", "--node-address",
+        {"routers": (Reached("tcp://r:5700", "timed out"),)}, "router", "error", "timed out", "--node-address",
     ),
     "a key that the router does not take": (
-        {"router": Reached("tcp://r:5700", "", 1500, "refused")},
+        {"routers": (Reached("tcp://r:5700", "", 1500, "refused"),)},
         "router", "error", "does not take the key of cluster.key", "must name this key",
     ),
     "a router with keys, and no key here": (
-        {"router": Reached("tcp://r:5700", "", 1500, "refused"), "keys": None},
+        {"routers": (Reached("tcp://r:5700", "", 1500, "refused"),), "keys": None},
         "router", "error", "does not take a node without a key", "Give --keys",
     ),
     "a router that is stuck": (
-        {"router": Reached("tcp://r:5700", "", 1500, "unanswered")}, "router", "warning", "not to the key", "its log",
+        {"routers": (Reached("tcp://r:5700", "", 1500, "unanswered"),)},
+        "router", "warning", "not to the key", "its log",
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton.deploy.doctor import reach as tried
-from baton.deploy.doctor.reach import Reached, reach
+from baton.deploy.doctor.reach import Reached, reach, reach_all
 from baton.deploy.plan import free_port
 from baton.metadata.bus.allow_list import ROUTER, add_line, line_of
 from baton.metadata.bus.curve import KeyPair
@@ -69,3 +69,14 @@ def test_a_router_without_keys_takes_nodes_without(start: Start) -> None:
 def test_a_port_where_nobody_listens() -> None:
     port = free_port()
     assert reach(f"tcp://127.0.0.1:{port}", None, None) == Reached(f"tcp://127.0.0.1:{port}", "Connection refused")
+
+
+def test_every_router_of_a_list_is_tried_with_the_key_that_it_has(start: Start, tmp_path: Path) -> None:
+    listed = tmp_path / "list"
+    for name in ("router-a", "router-b", "d0"):
+        KeyPair.create(tmp_path / f"{name}.key")
+        add_line(listed, line_of(name, KeyPair.load(tmp_path / f"{name}.key").public))
+    addresses = [start(KeyPair.load(tmp_path / f"router-{name}.key", listed)) for name in "ba"]
+    found = reach_all(",".join([*addresses, "tcp://no-such-host.invalid:5700"]), str(tmp_path / "d0.key"), str(listed))
+    assert [each.key for each in found] == ["taken", "taken", "untried"]
+    assert found[2].failure.startswith("the name cannot be resolved")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.pool_rows import PoolRows
-from baton.engine.checkpoint.model_config import DeltaConfig
+from baton.engine.checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DeltaConfig
 from baton.engine.layers.delta_net import DeltaNet
 from baton.engine.products.linear import Linear
 from baton.engine.rounds.batch import ForwardBatch, JointBatch
 from baton.engine.work import BatchRow
+from baton.kernels.attention.attention import Tree
 from baton.kernels.operations import preferring
+from baton.kernels.state import delta_rule
 from baton.kernels.state.delta_rule import DeltaWeights
+from baton.kernels.state.trees import ancestry, move_slots_
 
 # 16 values: torch computes numbers that fill no vector of the processor by other instructions, which round otherwise
 DELTA = DeltaConfig((0, 2), num_key_heads=2, num_value_heads=6, key_dim=12, value_dim=16, num_taps=4)
@@ -111,6 +115,92 @@ def test_a_rejected_draft_changes_no_bit() -> None:
         outputs = text.run(drafts, text.batch(5, position))
         assert torch.equal(outputs[: 1 + num_right], expected[position : position + 1 + num_right])
         position += 1 + num_right
+
+
+Parents = list[int]  # of the nodes behind the root
+
+
+def tree_of(generator: random.Random, num_drafts: int, path_len: int) -> tuple[Parents, list[int]]:
+    """Return a tree in which a path from the root is `path_len` drafts long, and its nodes, the root first."""
+    path = [0, *sorted(generator.sample(range(1, num_drafts + 1), path_len))]
+    parents = [generator.randrange(node) for node in range(1, num_drafts + 1)]
+    for parent, node in itertools.pairwise(path):
+        parents[node - 1] = parent
+    return parents, path
+
+
+def run_tree(text: Text, nodes: Tensor, position: int, parents: Parents) -> Tensor:
+    """Return the outputs of a root at `position` and drafts behind it, given the hidden states of all."""
+    tree, num_nodes = ancestry(torch.tensor([parents]), len(parents)), len(nodes)
+    table, lens = torch.tensor(text.pages)[None], torch.tensor([position + num_nodes])
+    ids, sees = torch.zeros(1, num_nodes, dtype=torch.int64), Tree(torch.tensor([position]), tree.visible[0])
+    return text.run(nodes, ForwardBatch.uniform(ids, position + tree.depths, lens, table, text.page_size, sees))
+
+
+def move(text: Text, position: int, path: list[int]) -> None:
+    """Move the rows of the nodes of a path to the slots behind the root."""
+    sources = position + torch.tensor([path])
+    for pool in text.pools.values():
+        move_slots_(pool, torch.tensor(text.pages)[None], sources, position + torch.arange(len(path))[None])
+
+
+@pytest.mark.parametrize(("page_size", "delta"), [(4, DELTA), (16, BY_CHANNEL), (64, DELTA)])
+def test_each_path_of_a_tree_has_the_numbers_of_a_text_of_its_own(page_size: int, delta: DeltaConfig) -> None:
+    """Rounds whose trees have wrong branches beside the path that the target takes. Some paths complete several blocks,
+    whose states the next round writes: all are in the end those of one forward, bit for bit."""
+    hidden, whole, text = hidden_states(delta=delta), Text(page_size, delta), Text(page_size, delta)
+    expected, generator = whole.outputs(hidden, [NUM_TOKENS]), random.Random(5)
+    position, num_drafts = 9, 10
+    text.layer = replace(text.layer, longest_path=7)
+    text.outputs(hidden, [position])
+    while position < NUM_TOKENS - num_drafts:
+        parents, path = tree_of(generator, num_drafts, generator.randrange(7))
+        nodes = hidden_states(position, 1 + num_drafts, delta)
+        nodes[path] = hidden[position : position + len(path)]
+        outputs = run_tree(text, nodes, position, parents)
+        torch.testing.assert_close(outputs[path], expected[position : position + len(path)], atol=1e-5, rtol=1e-5)
+        move(text, position, path)
+        position += len(path)
+    text.run(hidden[position:], text.batch(NUM_TOKENS - position, position))
+    for name in (DELTA_ROWS, DELTA_STATES):
+        assert torch.equal(text.pools[name].nan_to_num(), whole.pools[name].nan_to_num()), name
+
+
+@pytest.mark.parametrize("defect", ["sibling", "decay of a sibling", "convolution by slots", "state of a sibling"])
+def test_a_row_of_a_sibling_that_leaks_is_noticed(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A root with two children, and a child of the second one. With the defect, the last one's numbers depend on the
+    first child."""
+    hidden, position = hidden_states(), 9
+
+    def last(seed: int) -> Tensor:
+        """Return the output of the grandchild, and of the token behind it when its path is taken."""
+        text = Text(4)
+        text.layer = replace(text.layer, longest_path=0 if defect == "state of a sibling" else 4)
+        text.outputs(hidden, [position])
+        nodes = torch.cat([hidden[position, None], hidden_states(seed, 1), hidden[position + 1 : position + 3]])
+        outputs = run_tree(text, nodes, position, [0, 0, 2])
+        move(text, position, [0, 2, 3])
+        return torch.cat([outputs[-1:], text.run(hidden[position + 3, None], text.batch(1, position + 3))])
+
+    if defect != "state of a sibling":
+        assert torch.equal(last(1), last(2))
+    compute, inputs = delta_rule._compute, delta_rule._inputs
+
+    def wrong(own: Any, decay: Tensor, is_seen: Tensor, state: Tensor) -> Any:
+        if defect == "sibling":
+            is_seen = torch.ones_like(is_seen).tril()
+        if defect == "decay of a sibling":
+            decay = own.steps.cumsum(2)
+        return compute(own, decay, is_seen, state)
+
+    def by_slots(rows: Tensor, weights: DeltaWeights, sources: Any) -> Any:
+        num = len(rows) - weights.num_before
+        return inputs(rows, weights, [slice(tap, tap + num) for tap in range(len(sources))])
+
+    monkeypatch.setattr(delta_rule, "_compute", wrong)
+    if defect == "convolution by slots":
+        monkeypatch.setattr(delta_rule, "_inputs", by_slots)
+    assert not torch.equal(last(1), last(2))
 
 
 def test_a_sequence_may_have_its_next_token_beside_its_chunk() -> None:

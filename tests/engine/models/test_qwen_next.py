@@ -82,11 +82,23 @@ def test_every_fourth_layer_has_attention_unless_the_file_lists_them(
         assert delta is not None and delta.layers == expected
 
 
-def test_trees_of_drafts_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_trees_of_drafts_are_refused_on_a_gpu(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
     model = with_qwen_mtp(checkpoint("qwen3_next"), tmp_path / "model")
-    config = EngineConfig(model=str(model), speculative="mtp", draft_steps=3, draft_topk=2)
-    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM has layers with a gated delta rule, which verify"):
+    config = EngineConfig(model=str(model), speculative="mtp", draft_topk=2, num_pages=8)
+    with pytest.raises(ConfigError, match=r"draft_topk is 2, .* as Qwen3NextForCausalLM has, verify chains alone"):
         Engine(config)
+
+
+@pytest.mark.parametrize(("page_size", "chains", "trees"), [(4, 8, 24), (16, 32, 48), (64, 128, 192), (256, 128, 192)])
+def test_a_tail_is_longer_by_the_longest_path_if_drafts_are_trees(
+    page_size: int, chains: int, trees: int, checkpoint: Callable[..., Path]
+) -> None:
+    config = read_model_config(checkpoint("qwen3_next")).with_tail()
+    for each, window in ((config, chains), (config.with_trees(16), trees)):
+        assert {pool.window for pool in each.pool("bfloat16", page_size=page_size).further} == {window}
 
 
 def test_a_page_has_a_row_of_each_token_and_the_states_that_end_in_it(checkpoint: Callable[..., Path]) -> None:

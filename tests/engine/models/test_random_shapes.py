@@ -132,6 +132,8 @@ def delta_nodes(rng: random.Random, family: str, shape: dict[str, Any]) -> tuple
         "transport": rng.choice(("local", "zmq")),
         **({"draft_steps": num_steps} if num_steps else {}),
     }
+    if drafter == "mtp" and num_steps:
+        both["draft_topk"] = 1 + num_steps % 3  # trees of two or three choices, and chains
     names = ("num_attention_heads", "linear_num_heads", "linear_num_key_heads", "intermediate_size")
     counts = [shape[name] for name in (*names, "moe_intermediate_size") if name in shape]
     ranks = [num for num in (1, 1, 2, 3) if all(count % num == 0 for count in counts)]
@@ -180,7 +182,7 @@ def check(
     prompts = [rng.choices(range(1, 512), k=rng.randint(1, 150)) for _ in range(3)]
     prompts.append(prompts[0] + prompts[1][: rng.randint(1, 40)])
     asked = [params(NUM_TOKENS, seed=at, temperature=float(at == 2)) for at in range(4)]
-    solo = Solo(model, speculative="ngram", page_size=prefill["page_size"], num_pages=300)
+    solo = Solo(model, speculative="ngram", page_size=prefill["page_size"], num_pages=40 + 1000 // prefill["page_size"])
     truths = {at: solo.run(solo.start(ids, asked[at]), NUM_TOKENS, 0) for at, ids in enumerate(prompts)}
     with node_pairs() as start:
         pair = start(model, prefill=prefill, decode=decode)

@@ -93,6 +93,10 @@ def test_tail_pages_are_few_beside_many_kept_ones_and_enough_for_a_chunk() -> No
         num_tails = tails_beside(num_pages, 128, 16, **sizes)
         assert num_tails == num_pages or num_tails > max(num_pages // 4, 2 * most_tails(128, 512, 16))
         assert num_tails <= min(num_pages, num_pages // 2 + 100), num_pages
+    for num_pages in (3, 400, 4000):
+        num_large = tails_beside(num_pages, 128, 16, **sizes, relative_size=100.0)
+        of_chunks = 2 * most_tails(128, 512 + 6, 16)
+        assert num_large <= min(num_pages, 1 + of_chunks + 2 * (2 * num_pages / 100)), "kept pages have a fifth"
     of_sequences = 64 * most_tails(128, 6, 16)
     num_large = tails_beside(40_000, 128, 16, **sizes, relative_size=50.0)
     assert 2 * of_sequences < num_large < 2 * of_sequences + 100, "large ones are for sequences, cached ones too"

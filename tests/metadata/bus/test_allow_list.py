@@ -56,8 +56,8 @@ def test_names_keys_and_remarks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no line of the router's key"),
-        (f"prefill-0 {KEYS[1]}", "no line of the router's key"),
+        ("", "no line of a router's key"),
+        (f"prefill-0 {KEYS[1]}\nrouters {KEYS[0]}", "no line of a router's key.*`router KEY`, or `router-NAME KEY`"),
         (f"{ROUTER}decode-0", r"list, line 2: 'decode-0' is not `NAME KEY"),
         (f"{ROUTER}{KEYS[1]}", "line 2: .* is not `NAME KEY"),
         (f"{ROUTER}decode-0 {KEYS[1][:39]}", "line 2: .* is not `NAME KEY"),

@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from key_files import Listed
 from patience import wait_until
 
 from baton.metadata.bus import curve
-from baton.metadata.bus.allow_list import AllowList
 from baton.metadata.bus.connections import PortWatch
 from baton.metadata.bus.curve import KeyPair, secure_client, secure_server
 from baton.metadata.bus.sockets import bound_address, sender_key
@@ -49,9 +47,7 @@ class Net:
     def knock(self, server: zmq.Socket[bytes], keys: KeyPair | None, server_key: bytes | None = None) -> None:
         socket = self.open(zmq.DEALER)
         if keys is not None:
-            secure_client(socket, keys, "router")
-        if server_key is not None:
-            socket.curve_serverkey = server_key
+            secure_client(socket, keys, server_key or keys.server_key("router"))
         socket.connect(bound_address(server))
         socket.send(b"hello")
 
@@ -157,7 +153,7 @@ def test_only_listed_keys_get_in_and_later_ones_without_a_restart(
     late = net.open(zmq.DEALER)
     late.handshake_ivl = 100
     late.reconnect_ivl = 10
-    secure_client(late, replace(listed.pairs["d0"], allow_list=AllowList(listed.path)), "router")
+    secure_client(late, listed.pairs["d0"], listed.pairs["router"].public)
     with caplog.at_level(logging.WARNING):
         late.connect(bound_address(server))
         late.send(b"hello")

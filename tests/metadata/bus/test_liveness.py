@@ -13,8 +13,16 @@ from patience import wait_until
 
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
-from baton.metadata.bus.liveness import MAX_SILENCE_S, PEER_SILENCE_S, Change, HeartbeatThread, PeerLiveness
-from baton.metadata.wire.membership import Heartbeat
+from baton.metadata.bus.liveness import (
+    HEARTBEAT_INTERVAL_S,
+    MAX_SILENCE_S,
+    PEER_SILENCE_S,
+    RARE_INTERVAL_S,
+    Change,
+    HeartbeatThread,
+    PeerLiveness,
+)
+from baton.metadata.wire.membership import IDLE, Heartbeat
 from baton.metadata.wire.messages import Cancelled, ToRouter
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX
@@ -167,6 +175,37 @@ def test_a_thread_without_router_keeps_no_old_heartbeats(router: HeartbeatRouter
 
 
 @pytest.mark.timing
+def test_an_idle_node_without_news_sends_few_heartbeats_and_tells_news_at_once(router: HeartbeatRouter) -> None:
+    thread = HeartbeatThread(router.hub.address, "node", "1", None, load=LOAD, interval_s=0.02)
+    thread.speak(PROTOCOL_MAX, 1)
+    thread.enter(IDLE, 10.0)
+    thread.start()
+    try:
+        router.wait_for(1)
+        begun, num_before = time.monotonic(), len(router.heartbeats)
+        while time.monotonic() - begun < 2.2 * RARE_INTERVAL_S:
+            thread.enter(IDLE, 10.0)  # its loop goes round, and has nothing to do
+            thread.report(LOAD, NodeStats())
+            time.sleep(0.01)
+        assert 2 <= len(router.heartbeats) - num_before <= 4
+        said = router.heartbeats[-1][2]
+        assert isinstance(said, Heartbeat) and said.interval_s == RARE_INTERVAL_S
+        for news in (NodeStats(steps=1), NodeStats(steps=2)):
+            num_before, begun = len(router.heartbeats), time.monotonic()
+            thread.report(LOAD, news)
+            router.wait_for(num_before + 1)
+            assert time.monotonic() - begun < RARE_INTERVAL_S / 2
+        thread.enter("step", 1.0)
+        num_before = len(router.heartbeats)
+        router.wait_for(num_before + 5)
+        assert router.heartbeats[-1][0] - router.heartbeats[-5][0] < RARE_INTERVAL_S / 2
+        said = router.heartbeats[-1][2]
+        assert isinstance(said, Heartbeat) and said.interval_s == 0.02
+    finally:
+        thread.close()
+
+
+@pytest.mark.timing
 def test_enter_is_cheap(router: HeartbeatRouter, thread: HeartbeatThread) -> None:
     begun = time.perf_counter()
     for _ in range(10_000):
@@ -181,8 +220,10 @@ class Clock:
         return self.now
 
 
-def heartbeat(age_s: float = 0.0, limit_s: float = 1.0, round_trip_s: float = 0.0) -> Heartbeat:
-    return Heartbeat(5, "step", age_s, limit_s, LOAD, NodeStats(), round_trip_s=round_trip_s)
+def heartbeat(
+    age_s: float = 0.0, limit_s: float = 1.0, round_trip_s: float = 0.0, interval_s: float = 0.0
+) -> Heartbeat:
+    return Heartbeat(5, "step", age_s, limit_s, LOAD, NodeStats(), round_trip_s=round_trip_s, interval_s=interval_s)
 
 
 @pytest.fixture
@@ -299,6 +340,20 @@ def test_a_starved_router_still_finds_the_dead(check_s: float, clock: Clock, pee
         clock.now += check_s
         changes = peers.check()
     assert 1.5 < clock.now - begun <= 1.5 * max(1.0, check_s / 0.3) + check_s + 0.01
+
+
+def test_a_node_may_be_silent_until_its_next_heartbeat_is_due(clock: Clock, peers: PeerLiveness[str]) -> None:
+    for _ in range(20):
+        clock.now += RARE_INTERVAL_S
+        peers.hear("n", heartbeat(interval_s=RARE_INTERVAL_S))
+    late_s = RARE_INTERVAL_S - HEARTBEAT_INTERVAL_S
+    assert pass_time(clock, peers, PEER_SILENCE_S + late_s - 0.1) == []
+    assert [change.state for change in pass_time(clock, peers, 0.3)] == ["dead"]
+
+
+def test_no_node_can_ask_for_endless_patience(clock: Clock, peers: PeerLiveness[str]) -> None:
+    peers.hear("n", heartbeat(interval_s=1e9))
+    assert [change.state for change in pass_time(clock, peers, PEER_SILENCE_S + RARE_INTERVAL_S)] == ["dead"]
 
 
 def test_a_stuck_node_that_falls_silent_is_dead(clock: Clock, peers: PeerLiveness[str]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from key_files import Listed
 from patience import until
 
 from baton.engine.state.pages import Owner, PagePool
@@ -18,16 +20,19 @@ from baton.metadata.bus.membership import Membership
 from baton.metadata.errors import Refused
 from baton.metadata.wire.membership import (
     CachedPages,
+    CanaryTold,
     Hello,
     HelloAgain,
     Leaving,
+    Proven,
     Refusal,
     RouterHeartbeat,
+    TellCanary,
     TellPages,
     Welcome,
 )
 from baton.metadata.wire.messages import Cancelled, ToRouter
-from baton.metadata.wire.node_info import Load, NodeStats
+from baton.metadata.wire.node_info import CanaryOutcome, Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message
 
 
@@ -104,7 +109,7 @@ async def test_a_node_tells_each_router_its_cached_pages_and_begins_anew_if_aske
     membership = Membership(hello, addresses, lambda: None, None, 1.0)  # type: ignore[arg-type,return-value]
     cache, load = PrefixCache(PagePool(10, 4)), Load(free_pages=1, running=0, waiting=0)
     handoff = SimpleNamespace(allow_for=lambda _: None)
-    membership.member = SimpleNamespace(cache=cache, handoff=handoff, load=lambda: load, stats=NodeStats)  # type: ignore[assignment]
+    membership.member = SimpleNamespace(cache=cache, links=handoff, load=lambda: load, stats=NodeStats)  # type: ignore[assignment]
     try:
         for router in routers:
             router.page_key = router.epoch.encode()
@@ -263,6 +268,34 @@ async def test_two_addresses_of_one_router_are_one_router(hello: Hello) -> None:
         router.hub.close()
 
 
+async def test_one_router_sends_the_canaries_and_the_others_hear_how_they_went(many: ManyRouters) -> None:
+    await many.join()
+    assert many.look() and many.node._service.canary_router == "e0"
+    told = [CanaryOutcome("prompt", failure=words) for words in ("from e0", "from e1")]
+    for router, outcome in zip(many.routers, told, strict=True):
+        router.hub.send(b"n:1", TellCanary(router_epoch=router.epoch, outcome=outcome))
+    heard = lambda router: [each.outcome for each in router.got if isinstance(each, CanaryTold)]  # noqa: E731
+    await until(lambda: many.look() and [heard(router) for router in many.routers] == [told[1:], told[:1]])
+    many.routers[0].hub.close()
+    many.node._channels[0].session._heard_at -= 60
+    await until(lambda: many.look() and many.node._service.canary_router == "e1")
+
+
+async def test_every_next_router_hears_which_partners_any_router_found_right(many: ManyRouters) -> None:
+    await many.join()
+    many.routers[1].hub.send(b"n:1", Proven(router_epoch="e1", epochs=("x",)))
+    await until(lambda: many.look() and many.node._proven == ("x",))
+    for each in many.routers:
+        each.got.clear()
+    many.node._channels[0].session._hello_at -= 60
+    many.routers[0].hub.send(b"n:1", HelloAgain(router_epoch="next"))
+    third = Router(PROTOCOL_MAX, "e3")
+    many.node._addresses._found = {"": (*(each.hub.address for each in many.routers), third.hub.address)}
+    said = lambda router: {each.proven for each in router.got if isinstance(each, Hello) and each.protocol >= 8}  # noqa: E731
+    await until(lambda: many.look() and said(third) == said(many.routers[0]) == {("x",)})
+    third.hub.close()
+
+
 async def test_a_new_address_of_a_name_gets_a_channel_and_an_old_one_goes_with_its_router(many: ManyRouters) -> None:
     await many.join()
     first, second = (router.hub.address for router in many.routers)
@@ -275,3 +308,31 @@ async def test_a_new_address_of_a_name_gets_a_channel_and_an_old_one_goes_with_i
     many.routers[0] = Router(PROTOCOL_MAX, "e2", first)
     many.node._addresses._found = {"name": (second, first)}
     await until(lambda: many.look() and many.node.routers == ["e1", "e2"])
+
+
+async def test_each_router_may_have_a_key_of_its_own(
+    hello: Hello, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says which of them is at an address. A router whose line is removed is left, with its work."""
+    monkeypatch.setattr("baton.metadata.bus.router_key.CHECK_S", 0.02)
+    listed = Listed(tmp_path / "list", "router", "router-a", "router-b", "n")
+    routers = [Router(PROTOCOL_MAX, f"e{at}", keys=listed.of(f"router-{name}")) for at, name in enumerate("ba")]
+    addresses = ",".join(router.hub.address for router in routers)
+    node = Membership(hello, addresses, lambda: None, listed.of("n"), 1.0)  # type: ignore[arg-type,return-value]
+    work: list[Any] = []
+    try:
+        node.start()
+        await until(lambda: work.extend(node.receive()) is None and node.routers == ["e0", "e1"])
+        assert work == []
+        listed.write("router", "router-a", "n")
+        await until(lambda: work.extend(node.receive()) is None and node.routers == ["e1"])
+        assert [each.router for each in work if isinstance(each, RouterGone)] == ["e0"]
+        await until(lambda: node.receive() is not None and node._channels[0].link.outlook == "refused")
+        words = node._channels[0]._why_unwelcome()
+        assert f"one of the keys of router, router-a in allow-list {listed.path}" in words
+        listed.write("router", "router-a", "router-b", "n")
+        await until(lambda: node.receive() is not None and node.routers == ["e0", "e1"])
+    finally:
+        node.close()
+        for router in routers:
+            router.hub.close()

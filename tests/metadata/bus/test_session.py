@@ -202,7 +202,9 @@ def proven_to_the_next(node: Node) -> tuple[str, ...]:
 
 def test_the_next_router_hears_which_partners_the_last_one_found_right(joined: Node) -> None:
     for epochs in (("x", "y"), ("y",)):
-        assert joined.take(Proven(router_epoch="a", epochs=epochs)) == []
+        told = Proven(router_epoch="a", epochs=epochs)
+        assert joined.take(told) == [told]
+        joined.session.remember(epochs)
     assert proven_to_the_next(joined) == ("y",)
 
 
@@ -216,14 +218,14 @@ def test_what_a_router_says_of_partners_before_its_welcome_does_not_count(node: 
 def test_partners_are_forgotten_when_no_router_is_there_for_a_minute(
     silence_s: float, is_kept: bool, joined: Node
 ) -> None:
-    joined.take(Proven(router_epoch="a", epochs=("x",)))
+    joined.session.remember(("x",))
     joined.now += silence_s
     joined.take()
     assert proven_to_the_next(joined) == (("x",) if is_kept else ())
 
 
 def test_partners_are_forgotten_if_a_router_joined_that_takes_no_verdict_back(joined: Node) -> None:
-    joined.take(Proven(router_epoch="a", epochs=("x",)))
+    joined.session.remember(("x",))
     joined.take(Welcome(router_epoch="old", protocol=Proven.since - 1, need_tokenizer=False))
     assert proven_to_the_next(joined) == ()
 

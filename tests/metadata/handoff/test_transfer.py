@@ -10,7 +10,7 @@ from baton.metadata.handoff.pages import row_checksum
 from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.transfer import Transfer
 from baton.metadata.handoff.transports.base import Move
-from baton.metadata.wire.messages import Offer
+from baton.metadata.wire.messages import Claim, Offer
 from baton.metadata.wire.request import pack_ids
 
 STRIDE = 8 * blocks_per_page(SCHEMA)
@@ -31,7 +31,7 @@ def offer(indices, row: bytes | None = None) -> Offer:
 
 @pytest.fixture
 def transfer() -> Transfer:
-    return Transfer(unit(), "e", num_cached_pages=1, pages=(5, 6, 7, 8))
+    return Transfer(Claim(unit=unit(), num_cached_pages=1), "e", pages=(5, 6, 7, 8))
 
 
 def test_offers_become_moves_with_checksums(transfer):

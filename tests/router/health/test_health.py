@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from thinned import num_examples
 
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.node_info import Capacity, GroupRank
+from baton.metadata.wire.node_info import CanaryOutcome, Capacity, GroupRank, Service
 from baton.metadata.wire.request import TokenLogprobs
 from baton.router.health.canary import IDLE_TIMEOUT_S, MAX_TIMEOUT_S
 from baton.router.health.health import (
@@ -29,8 +29,10 @@ from baton.router.health.health import (
     PairHealth,
     PairsReady,
     StartCanary,
+    TellOutcome,
     TellProven,
 )
+from baton.router.health.outcomes import AWAITED_S
 from baton.router.nodes.node import Node
 from baton.router.requests.request import Attempt
 from baton.router.text.tokenizer import TextTokenizer
@@ -65,10 +67,10 @@ def faulty(*names: str, alone: bool = True) -> Corrupt:
 class World:
     """Nodes without sockets that join PairHealth, and a dispatcher that answers its canaries at once or never."""
 
-    def __init__(self, tokenizer: TextTokenizer, *names: str) -> None:
+    def __init__(self, tokenizer: TextTokenizer, *names: str, epoch: str = "") -> None:
         self.clock = ClockedRegistry()
         self.registry = self.clock.registry
-        self.health = PairHealth(self.registry.groups, INTERVAL_S)
+        self.health = PairHealth(self.registry.groups, INTERVAL_S, epoch)
         self.tokenizer = tokenizer
         self.nodes: dict[str, Node] = {}
         self.corrupt: Corrupt | None = None
@@ -80,6 +82,7 @@ class World:
         self.started: list[StartCanary] = []
         self.told: dict[str, tuple[str, ...]] = {}  # what nodes remember, by name
         self.num_answers: Counter[tuple[str, ...]] = Counter()  # to canaries, by the epochs of their nodes
+        self.outcomes: list[tuple[str, CanaryOutcome]] = []  # told to nodes for other routers
         self.num_ready_events = 0
         self.join(*names)
 
@@ -153,6 +156,8 @@ class World:
                     self.told[node.node_id] = epochs
                 case PairsReady():
                     self.num_ready_events += 1
+                case TellOutcome(node, outcome):
+                    self.outcomes.append((node.node_id, outcome))
 
     def answer(self, start: StartCanary) -> None:
         """Let the nodes of a canary answer."""
@@ -241,6 +246,96 @@ def test_a_pair_is_ready_after_its_canary_and_the_answers_of_its_nodes_alone(wor
         world.answer(start)
     assert world.states() == {"p0 d0": "ready"} and world.is_usable("p0", "d0") and world.health.is_ready
     assert world.num_ready_events > 0
+
+
+class Worlds:
+    """Routers a and b with the same nodes, which name a as the one that sends canaries and tell b how they went."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self.a, self.b = World(tokenizer, epoch="a"), World(tokenizer, epoch="b")
+
+    def join(self, *names: str) -> None:
+        for name in names:
+            self.a.join(name)
+            self.b.join(name)
+            for world in (self.a, self.b):
+                world.beat(name, service=Service(canary_router="a"))
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Let nodes tell each router how the other one's canaries went."""
+        for world, other in ((self.a, self.b), (self.b, self.a)):
+            told, world.outcomes = world.outcomes, []
+            for name, outcome in told:
+                if name in other.nodes:
+                    other.take(other.health.heard(other.nodes[name], outcome, other.now))
+
+    def look(self, after_s: float) -> None:
+        for _ in range(round(after_s / 0.25)):
+            for world in (self.a, self.b):
+                world.look(0.25)
+            self.pass_on()
+
+
+@pytest.fixture
+def worlds(tokenizer: TextTokenizer) -> Worlds:
+    worlds = Worlds(tokenizer)
+    worlds.b.mute = {"p0", "d0"}  # its canaries at the join, before it has heard whose they are
+    worlds.join("p0", "d0")
+    return worlds
+
+
+def test_a_router_hears_how_the_canaries_of_another_one_went(worlds: Worlds) -> None:
+    """One router sends them: when nodes are new, and when they are idle."""
+    assert worlds.b.states() == {"p0 d0": "ready"} and worlds.b.health.is_ready and not worlds.b.num_answers
+    worlds.b.answer_all()
+    worlds.look(1.0)
+    num_at_join = len(worlds.b.started)
+    worlds.look(3 * INTERVAL_S)
+    assert len(worlds.a.starts("p0", "d0")) == 4 and len(worlds.b.started) == num_at_join
+    worlds.a.corrupt = worlds.b.corrupt = faulty("p0", alone=False)
+    worlds.look(INTERVAL_S)
+    assert worlds.a.states() == worlds.b.states() == {"p0 d0": "faulty"}
+    assert worlds.a.state("p0", "d0") == worlds.b.state("p0", "d0")
+    worlds.a.corrupt = worlds.b.corrupt = None
+    worlds.look(2 * RETRY_S)
+    assert worlds.a.states() == worlds.b.states() == {"p0 d0": "ready"}
+    assert len(worlds.b.started) == num_at_join
+
+
+def test_a_router_tests_what_failed_for_another_one_itself(worlds: Worlds) -> None:
+    """The network of the other one may be the cause, and none takes out what works for the rest."""
+    worlds.b.answer_all()
+    worlds.look(1.0)
+    worlds.a.broken = {"p0"}
+    num_before = len(worlds.b.starts("p0", "d0"))
+    worlds.look(INTERVAL_S + RETRY_S)
+    assert worlds.a.states() == {"p0 d0": "failed"} and worlds.b.states() == {"p0 d0": "ready"}
+    assert num_before < len(worlds.b.starts("p0", "d0")) < num_before + 3
+    worlds.look(4 * INTERVAL_S)
+    assert worlds.a.states() == {"p0 d0": "failed"} and worlds.b.states() == {"p0 d0": "ready"}
+    worlds.a.broken = set()
+    worlds.look(RETRY_S)
+    assert worlds.a.states() == {"p0 d0": "ready"}
+
+
+def test_a_router_does_not_wait_for_another_one_forever(worlds: Worlds) -> None:
+    worlds.b.answer_all()
+    worlds.join("d1")
+    worlds.a.leave("p0")  # router a has lost it, b has not
+    worlds.b.corrupt = faulty("d1")
+    worlds.look(INTERVAL_S + AWAITED_S)
+    assert worlds.b.states() == {"p0 d0": "ready", "p0 d1": "faulty"}
+
+
+def test_what_is_told_before_the_tokenizer_has_come_counts_then(tokenizer: TextTokenizer) -> None:
+    worlds = Worlds(tokenizer)
+    worlds.b.tokenizer = None  # type: ignore[assignment]
+    worlds.join("p0", "d0")
+    assert worlds.a.states() == {"p0 d0": "ready"} and worlds.b.states() == {"p0 d0": "untried"}
+    worlds.b.nodes["p0"].group.tokenizer = tokenizer
+    worlds.look(0.25)
+    assert worlds.b.states() == {"p0 d0": "ready"} and not worlds.b.started
 
 
 def test_the_ranks_of_a_group_are_tested_and_judged_as_one_node(world: World) -> None:

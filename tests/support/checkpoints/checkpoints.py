@@ -194,6 +194,7 @@ FIELDS: dict[str, dict[str, Any]] = {  # of a family, beside those of TINY
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 4},
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
         "hc_mult": 3,
+        "hc_sinkhorn_iters": 4,  # published: 20
         "sliding_window": 7,
         "o_groups": 2,
         "o_lora_rank": 12,

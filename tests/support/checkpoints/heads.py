@@ -40,7 +40,7 @@ def write_head(directory: Path, kind: str, target_dir: Path, *, seed: int = 0, *
         "head_dim": 8,
         "num_hidden_layers": 1,
         "vocab_size": target["vocab_size"],
-        "max_position_embeddings": target["max_position_embeddings"],
+        "max_position_embeddings": target.get("max_position_embeddings", 4096),
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "torch_dtype": "float32",

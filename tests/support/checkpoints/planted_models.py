@@ -22,6 +22,15 @@ _SMALL = {
 
 _SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _SMALL_STACKED = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_SMALL_DELTA = {
+    "vocab_size": 4096,  # fewer tokens have too short keys
+    "head_dim": 256,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+}
 _SMALL_PARTLY_ROTATED = {"head_dim": 128, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _SMALL_LATENTS = {
     "num_key_value_heads": 8,
@@ -42,6 +51,7 @@ def small(architecture: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
         "num_experts": _SMALL_EXPERTS,
         "num_local_experts": _SMALL_STACKED,
         "kv_lora_rank": _SMALL_LATENTS,
+        "linear_num_key_heads": _SMALL_DELTA,
         "partial_rotary_factor": _SMALL_PARTLY_ROTATED,
     }
     others = next((own for key, own in kinds.items() if key in of), {})

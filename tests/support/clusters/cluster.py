@@ -230,13 +230,13 @@ class Cluster:
                 assert words not in log, f"{path.name}\n{log[max(0, log.index(words) - 500) :][:4000]}"
 
     def stop(self) -> None:
-        """Send SIGTERM to nodes, then to the router. Check that all exit with 0 in time and leave no child process."""
+        """Send SIGTERM to nodes, then to routers. Check that all exit with 0 in time and leave no child process."""
         running = [process for process in self.processes.values() if process.popen.poll() is None]
         family = [child for process in running for child in psutil.Process(process.pid).children(recursive=True)]
         for process in self.processes.values():
             dead = process.is_expected_to_run and process.popen.poll() is not None
             assert not dead, f"{process.name} had exited with {process.popen.poll()} before it was asked to"
-        for process in sorted(running, key=lambda process: process.name == "router"):
+        for process in sorted(running, key=lambda process: process.name.startswith("router")):
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self.exit_s
         for process in running:

@@ -310,26 +310,32 @@ def _delta() -> None:
     from baton.kernels.state import triton_delta_gate, triton_delta_prompt, triton_delta_round
 
     types = _TYPES | dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias"), "*fp32")
-    types["decays"] = "*fp32"
+    types |= {"decays": "*fp32", "rows": "*bf16"}
     types |= dict.fromkeys(("starts", "stops", "tokens", "first_blocks", "block_seqs", "block_edges"), "*i32")
     sizes = {"HEADS": 16, "SHARED": 2, "KEY_DIM": 128, "VALUE_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_K": 128}
     strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
     strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
-    for num_states in (32, 1024):
-        block_v, num_warps = triton_delta_round.tiles_of(num_states, 128)
-        constants = {**sizes, **strides, "STATE_PART": 512, "BLOCK_V": block_v, "ROWS": 16, "EARLY": True}
-        constants |= {"DEPENDENT": True, "WARPS": num_warps}
-        kernel = triton_delta_round._round_kernel
-        print(f"round {block_v}", compiled_bytes(kernel, constants, types, num_warps=num_warps))
-    kernel, constants = triton_delta_prompt._convolve_kernel, {**sizes, **strides, "ROWS": 64, "BLOCK_V": 128}
-    print("convolve", compiled_bytes(kernel, constants, types | dict.fromkeys("qk", "*fp16"), num_warps=8))
-    for precision, kept in (("tf32", "*fp16"), ("tf32x3", "*fp32")):
-        of_prompt, own = {**sizes, "ROWS": 64, "PRECISION": precision}, types | dict.fromkeys((*"qkw", "pairs"), kept)
-        kernel, constants = triton_delta_prompt._solve_kernel, {**of_prompt, "BLOCK_V": 64}
-        print(f"solve {precision}", compiled_bytes(kernel, constants, own, num_warps=8))
-        kernel, constants = triton_delta_prompt._pass_kernel, {**of_prompt, "STATE_PART": 512, "BLOCK_V": 32}
-        launch = {"num_warps": 4, "num_stages": 2 if kept == "*fp16" else 1}
-        print(f"pass {precision}", compiled_bytes(kernel, constants, own, **launch))
+    of_round = types | dict.fromkeys(("queries", "keys", "products", "values", "steps"), "*fp32")
+    both = {**sizes, "ROWS": 64, "NEW": 16, "EARLY": True, "DEPENDENT": True}
+    kernel, constants = triton_delta_round._rows_kernel, {**both, **strides, "BLOCK_V": 128}
+    print("rows", compiled_bytes(kernel, constants, of_round, num_warps=8, num_stages=1, maxnreg=80))
+    kernel, constants = triton_delta_round._round_kernel, {**both, "BLOCK_V": 32, "STATE_PART": 512}
+    print("round", compiled_bytes(kernel, constants, of_round, num_warps=4, num_stages=1, maxnreg=128))
+    for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
+        own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
+        of_block = {**sizes, "ROWS": 64}
+        prompt = {
+            "convolve": {**sizes, **strides, "BLOCK_V": 128, "SCALE": scale},
+            "pairs": of_block,
+            "invert": {"HEADS": 32, "BLOCK": 64},
+            "solve": {**of_block, "BLOCK_V": 128},
+            "pass": {**of_block, "BLOCK_V": 32, "STATE_PART": 512, "SCALE": scale},
+        }
+        for name, constants in prompt.items():
+            kernel, num_warps = getattr(triton_delta_prompt, f"_{name}_kernel"), 1 if name == "invert" else 4
+            launch = {"num_stages": 3 if kept == "*fp16" else 1} if name == "pass" else {}
+            launch |= {"maxnreg": 80} if name == "convolve" else {}
+            print(f"{name} {kept[1:]}", compiled_bytes(kernel, constants, own, num_warps=num_warps, **launch))
     constants = {"GATE_HEAD": 768, "VALUES": 32, "SHARED": 2, "DIM": 128, "BLOCK": 128, "ROWS": 4, "DEPENDENT": True}
     print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants, types, num_warps=4))
 

@@ -15,6 +15,7 @@ from patience import Patience
 
 from baton.metadata.handoff.client import ANSWER_S, HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
+from baton.metadata.handoff.loans import LendingCache
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.schema.schema import are_tails, kv_layouts, make_schema, on_gpu, row_bytes
 from baton.metadata.handoff.server import HandoffServer
@@ -60,12 +61,13 @@ def make_server(
     has_gpu: bool = False,
     bind_host: str = "127.0.0.1",
     lease_s: float = 1.0,
+    cache: LendingCache | None = None,
     **more: Any,
 ) -> tuple[HandoffServer, list[Any]]:
-    """Return the node and its pools. `has_gpu`: the pools are on a FakeDevice."""
+    """Return the node and its pools. `has_gpu`: the pools are on a FakeDevice. `cache`: its pages are lent."""
     defaults = {"node_id": "p0", "epoch": epoch, "transports": ("cuda", "local", "zmq")}
     end, pools = _make_endpoint(schema, num_pages, seed, has_gpu, defaults | more)
-    return HandoffServer(end, bind_host, lease_s=lease_s), pools
+    return HandoffServer(end, bind_host, lease_s=lease_s, cache=cache), pools
 
 
 def make_client(

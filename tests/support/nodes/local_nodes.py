@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from forked import forked_ranks
 from thread_ranks import ThreadRanks
 
+from baton.decode_node import pacing
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.pace.step_times import ChunkCosts
 from baton.engine.prompts.prompts import Prompts
 from baton.engine.ranks.executor import RankExecutor, RankPrompts
-from baton.engine.ranks.handoffs import make_client, make_server
+from baton.engine.ranks.handoffs import exchanges_pages, make_client, make_server
 from baton.engine.ranks.ranked_engine import RankedEngine, start_ranks
 from baton.engine.rounds.device_executor import executor_of
 from baton.engine.startup import load_engine, make_endpoint, make_membership
 from baton.metadata.bus.membership import Membership
 from baton.metadata.bus.sockets import new_epoch
-from baton.metadata.handoff.client import HandoffClient
-from baton.metadata.handoff.server import HandoffServer
+from baton.metadata.handoff.data_links import DataLinks
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.main import make_scheduler
 from baton.prefill_node.node import PrefillNode
@@ -39,14 +41,16 @@ def start_prefill(
     ranked = _ranked(name, config, 0, ranks)
     engine, epoch = _engine(config, ranked, 0, ranks), new_epoch()
     end = make_endpoint(config, name, engine, None, epoch)
-    handoff = make_server(end, "127.0.0.1", lease_s, None if ranked is None else ranked.processes)
-    membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address)
+    exchanges, processes = exchanges_pages(engine), None if ranked is None else ranked.processes
+    handoff = make_server(end, "127.0.0.1", lease_s, processes, engine.cache if exchanges else None)
+    client = make_client(end, None) if exchanges else None
+    membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address, borrows=exchanges)
     prompts = Prompts(engine) if ranked is None or engine.group_steps is not None else RankPrompts(ranked)
     scheduler, measures = make_scheduler(config, engine), engine.group_steps is None
     return _started(
         membership,
-        handoff,
-        lambda: PrefillNode(prompts, scheduler, membership, handoff, measures_sharing=measures, **more),
+        DataLinks(handoff, client),
+        lambda: PrefillNode(prompts, scheduler, membership, handoff, client, measures_sharing=measures, **more),
     )
 
 
@@ -55,17 +59,26 @@ def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = N
     ranked = _ranked(name, config, config.max_running, ranks)
     engine, epoch = _engine(config, ranked, config.max_running, ranks), new_epoch()
     end = make_endpoint(config, name, engine, None, epoch)
-    handoff = make_client(end, None if ranked is None else ranked.processes)
-    membership = make_membership(config, name, "decode", engine, None, epoch, "")
+    handoff, exchanges = make_client(end, None if ranked is None else ranked.processes), exchanges_pages(engine)
+    server = make_server(end, "127.0.0.1", engine.lease_s, None, engine.cache) if exchanges else None
+    address = "" if server is None else server.address
+    membership = make_membership(config, name, "decode", engine, None, epoch, address, borrows=exchanges)
     chunk = config.chunk(engine.device.type)
     is_own = ranked is None or engine.group_steps is not None
     executor = executor_of(engine, config.max_running) if is_own else RankExecutor(ranked)
     max_gap_s = config.max_gap_s or _NO_BOUND_S
-    return _started(
-        membership,
-        handoff,
-        lambda: DecodeNode(executor, engine.cache, membership, handoff, chunk, max_gap_s=max_gap_s, **more),
-    )
+    with _known_costs() if config.max_gap_s is None else nullcontext():
+        return _started(
+            membership,
+            DataLinks(handoff, server),
+            lambda: DecodeNode(executor, engine.cache, membership, handoff, chunk, server, max_gap_s=max_gap_s, **more),
+        )
+
+
+def _known_costs() -> Any:
+    """Let decode nodes know the times of chunks. To measure them takes much of a start, and nothing depends on them
+    while gaps have no bound."""
+    return patch.object(pacing, "measure_costs", lambda *_: ChunkCosts({16: 0.001, 512: 0.02}))
 
 
 def _ranked(
@@ -106,10 +119,10 @@ def join_for_ever(config: EngineConfig, rank: int, name: str, engine: Engine) ->
             steps.sleep(lambda descriptors: select.select(descriptors, [], [], 0.1))
 
 
-def _started(membership: Membership, handoff: HandoffServer | HandoffClient, make: Callable[[], Any]) -> Any:
+def _started(membership: Membership, links: DataLinks, make: Callable[[], Any]) -> Any:
     """Return the node. Its warm-up may raise."""
     with ExitStack() as stack:
-        stack.callback(handoff.close)
+        stack.callback(links.close)
         stack.callback(membership.close)
         node = membership.member = make()
         stack.pop_all()

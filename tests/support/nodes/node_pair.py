@@ -29,7 +29,7 @@ from baton.metadata.wire.messages import (
     Tokens,
     to_router_decoder,
 )
-from baton.metadata.wire.node_info import Peer
+from baton.metadata.wire.node_info import Lender, Peer
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import (
     Ended,
@@ -65,6 +65,7 @@ class _Waiting:
     choices: list[int]
     attempt: int = 0
     is_local: bool = False
+    num_lent: int = 0
 
 
 @contextmanager
@@ -149,15 +150,17 @@ class NodePair:
         n: int = 1,
         received: Sequence[int] = (),
         is_local: bool = False,
+        num_lent: int = 0,
         **more: Any,
     ) -> None:
-        """Queue a request. Its results are `results[rid, choice]`. `is_local`: the decode node computes the prompt."""
+        """Queue a request. Its results are `results[rid, choice]`. `is_local`: the decode node computes the prompt.
+        `num_lent`: leading pages of the prompt that the router knows to be in the cache of the other node."""
         request = GenerationRequest(
             prompt_ids=pack_ids(prompt_ids), params=params, received_ids=pack_ids(received), **more
         )
         for choice in range(n):
             self.results[rid, choice] = Result()
-        self._waiting.append(_Waiting(rid, request, list(range(n)), is_local=is_local))
+        self._waiting.append(_Waiting(rid, request, list(range(n)), is_local=is_local, num_lent=num_lent))
 
     def run(self, timeout_s: float = 60.0) -> dict[tuple[str, int], Result]:
         """Step both nodes until every choice has ended or failed and both nodes hold nothing."""
@@ -218,7 +221,7 @@ class NodePair:
     def close(self) -> None:
         for node in self._nodes:
             node.membership.close()
-            node.handoff.close()
+            node.links.close()
         self._ranks.close()
         self._socket.close()
         self._context.term()
@@ -273,7 +276,6 @@ class NodePair:
             self._waiting.pop(0)
             self._send_prefill(entry, tuple(entry.choices), None)
             return
-        hello = self._hellos["prefill"]
         self._reserving = entry
         work: dict[str, Any] = {
             "router_epoch": ROUTER_EPOCH,
@@ -283,17 +285,16 @@ class NodePair:
             "request": entry.request,
         }
         if entry.is_local:
-            self.send("decode", Compute(**work))
+            self.send("decode", Compute(**work, lender=self._lender("prefill", entry)))
             return
-        self.send(
-            "decode",
-            Reserve(
-                **work,
-                prefill=Peer(
-                    node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=PROTOCOL_MAX
-                ),
-            ),
-        )
+        self.send("decode", Reserve(**work, prefill=self._peer("prefill")))
+
+    def _peer(self, role: str) -> Peer:
+        hello = self._hellos[role]
+        return Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=PROTOCOL_MAX)
+
+    def _lender(self, role: str, entry: _Waiting) -> Lender | None:
+        return Lender(self._peer(role), entry.num_lent) if entry.num_lent else None
 
     def _granted(self, message: Reserved) -> None:
         entry = self._reserving
@@ -303,8 +304,7 @@ class NodePair:
         if entry not in self._waiting:  # the test has cancelled the request
             return
         if message.granted and not entry.is_local:
-            hello = self._hellos["decode"]
-            self._send_prefill(entry, message.granted, Peer(hello.node_id, hello.epoch, protocol=PROTOCOL_MAX))
+            self._send_prefill(entry, message.granted, self._peer("decode"))
         entry.choices = [choice for choice in entry.choices if choice not in message.granted]
         entry.attempt += 1
         if entry.choices:
@@ -322,6 +322,7 @@ class NodePair:
                 choices=choices,
                 request=entry.request,
                 decode=decode,
+                lender=self._lender("decode", entry),
             ),
         )
 

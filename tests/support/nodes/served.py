@@ -28,7 +28,6 @@ from patience import Patience
 
 from baton.decode_node.config import DecodeConfig
 from baton.decode_node.node import DecodeNode
-from baton.metadata.handoff.client import HandoffClient
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
 from baton.router.config import RouterConfig
@@ -207,9 +206,10 @@ class Served:
         self.held.discard(name)
         node.membership.send_all = lambda message: None  # type: ignore[method-assign] - no last words
         node.membership.close()
-        if isinstance(node.handoff, HandoffClient):
-            node.handoff._transfers.clear()
-        node.handoff.close()
+        client = node._client if isinstance(node, PrefillNode) else node.handoff
+        if client is not None:
+            client._transfers.clear()
+        node.links.close()
 
     def step(self) -> None:
         """Step every node once, except those that are held."""

@@ -168,7 +168,7 @@ class Solo:
     def draft_kv(self, sequence: Running) -> torch.Tensor | None:
         """Return the drafter's own KV of all tokens with target KV: [num_layers, 2, num_kv_heads, L, head_dim]."""
         pools = self.engine.draft_pools
-        return None if pools is None else gather(pools.kv, sequence.pages, sequence.num_computed)
+        return None if pools is None else gather(pools.kv, self._table(pools.kv, sequence), sequence.num_computed)
 
     def target_kv(self, sequence: Running) -> torch.Tensor:
         return gather(self.engine.kv, sequence.pages, self.num_settled(self.engine.kv, sequence.num_computed))
@@ -212,8 +212,11 @@ class Solo:
         return pages, tail
 
     def _row(self, ids: Sequence[int], start: int, pages: list[int]) -> BatchRow:
+        return BatchRow(ids, start, pages, tail=self._tail(pages))
+
+    def _tail(self, pages: list[int]) -> list[int] | None:
         tail = self._tails[pages[0]]
-        return BatchRow(ids, start, pages, tail=None if tail is None else tail.pages)
+        return None if tail is None else tail.pages
 
     def _compute(
         self, prompts: Sequence[Sequence[int]], pages: Sequence[list[int]], chunk: int
@@ -225,7 +228,9 @@ class Solo:
             computed = self.engine.compute(
                 [self._row(ids[start:stop], start, own) for ids, own in zip(prompts, pages, strict=True)]
             )
-            chunks = [PromptChunk(ids, start, stop, own) for ids, own in zip(prompts, pages, strict=True)]
+            chunks = [
+                PromptChunk(ids, start, stop, own, self._tail(own)) for ids, own in zip(prompts, pages, strict=True)
+            ]
             with torch.inference_mode():
                 self.drafter.observe_prompt(chunks, computed.extend)
             if computed.extend is not None:
@@ -239,7 +244,7 @@ class Solo:
         for i, sequence in enumerate(sequences):
             *known, bonus = sequence.token_ids
             rows = None if extend is None else extend[i, :-1][max(0, len(known) - 1 - num_rows) :]
-            tails.append(PromptTail(known, sequence.pages, rows))
+            tails.append(PromptTail(known, sequence.pages, rows, self._tail(sequence.pages)))
             tokens.append(bonus)
         sampling = SamplingBatch.of([sequence.sampling for sequence in sequences], self.engine.device)
         with torch.inference_mode():

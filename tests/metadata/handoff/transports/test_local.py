@@ -51,6 +51,16 @@ def test_pages_of_all_pools_land_with_their_generation(pools):
     assert Path("/proc/self/maps").read_text().count("baton-pages") == before > 0, "unmapped at once"
 
 
+def test_the_pool_is_unmapped_if_the_link_is_lost_between_two_pages(pools):
+    source, target = pools
+    transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))
+    transport.fetch([Move(unit(), i, i + 1, i + 1, 0, b"") for i in range(3)])
+    step = transport.step(1 << 30)
+    assert next(step).move.index == 0
+    transport.close()  # an ack of the first page found its queue full
+    assert list(step) == []
+
+
 def test_a_step_copies_a_bounded_number_of_bytes(pools):
     source, target = pools
     transport = LocalTransport.open(PullEnd(tuple(target), ignore), welcome(source))

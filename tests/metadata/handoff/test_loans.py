@@ -1,0 +1,201 @@
+"""Loans: pages of one node's prefix cache are copied into the pool of another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from handoff_nodes import SCHEMA, make_client, make_server, named, peer_of, same_pages, spin, unit
+
+from baton.engine.state.pages import Owner, PagePool
+from baton.engine.state.prefix_cache import PrefixCache
+from baton.metadata.handoff.loans import LENT_SHARE
+from baton.metadata.handoff.schema.schema import page_bytes
+from baton.metadata.handoff.transfer import LoanOver
+
+SIZE = SCHEMA.page_size
+NUM_PAGES = 41  # 40 of them can be used, so 10 can be on loan
+TEXT = list(range(100, 100 + 12 * SIZE))
+
+
+class Pair:
+    """A lender that has the pages of TEXT in its cache, and a borrower with an empty pool."""
+
+    def __init__(self, transport: str, has_gpu: bool = False, salt: str = "", num_cached: int = 8) -> None:
+        self.stack = ExitStack()
+        self.events: list[Any] = []
+        self.cache = LateCache()
+        common: dict[str, Any] = {"num_pages": NUM_PAGES, "transports": (transport,), "has_gpu": has_gpu}
+        self.lender, self.source = make_server(cache=self.cache, **common)
+        self.borrower, self.target = make_client(**common)
+        for each in (*self.source, *self.target, self.lender, self.borrower):
+            self.stack.callback(each.close)
+        pool = PagePool(NUM_PAGES, SIZE, self.lender.end.memory[0].generations)
+        self.cache.real = self.prefix = PrefixCache(pool)
+        self.lent = self.fill(TEXT[: num_cached * SIZE], salt)
+
+    def fill(self, token_ids: list[int], salt: str = "") -> list[int]:
+        """Put pages of a text into the cache, and return them."""
+        pages = self.prefix.allocate(len(token_ids) // SIZE, Owner.REQUEST)
+        self.prefix.release(self.prefix.insert(token_ids, pages, salt))
+        return pages
+
+    def borrow(
+        self, pages: list[int], num_cached: int = 0, *, salt: str = "", name: str = "r", until: float = math.inf
+    ) -> None:
+        token_ids = TEXT[: len(pages) * SIZE]
+        self.borrower.borrow(unit(name), peer_of(self.lender), num_cached, pages, token_ids, salt, until)
+
+    def begin(self, pages: list[int]) -> None:
+        """Borrow, and poll until the lender has lent."""
+        self.borrow(pages)
+        self.events = spin((self.borrower, self.lender), lambda _: self.lender.loans())
+
+    def finish(self, count: int = 1) -> list[LoanOver]:
+        """Poll both until so many loans are over, and return how."""
+        nodes, before, self.events = (self.lender, self.borrower), named(self.events, LoanOver), []
+        over = before + named(spin(nodes, lambda events: len(before + named(events, LoanOver)) >= count), LoanOver)
+        spin(nodes, lambda _: not self.lender.loans())
+        return over
+
+
+class LateCache:
+    """Hands on to a cache that is made after the server, whose memory it counts in."""
+
+    real: PrefixCache
+
+    @property
+    def available(self) -> int:
+        return self.real.available
+
+    def lend(self, token_ids: Any, salt: str) -> list[int]:
+        return self.real.lend(token_ids, salt)
+
+
+@pytest.fixture(params=["local", "zmq", "cuda"])
+def pair_of(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(**more: Any) -> Pair:
+        pairs.append(Pair(request.param, has_gpu=request.param == "cuda", **more))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.stack.close()
+
+
+def test_pages_of_a_prefix_cache_arrive_equal(pair_of: Callable[..., Pair]) -> None:
+    pair = pair_of()
+    ours = list(range(3, 11))
+    pair.borrow(ours)
+    assert [each[:3] for each in pair.finish()] == [(unit(), 8, 8 * page_bytes(SCHEMA))]
+    assert same_pages(pair.target, ours, pair.source, pair.lent)
+    assert pair.prefix.num_referenced == 0
+
+
+def test_a_lender_offers_the_part_that_it_has_and_pages_that_are_here_are_not_copied(
+    pair_of: Callable[..., Pair],
+) -> None:
+    pair = pair_of()
+    ours = list(range(3, 15))
+    before = pair.target[0].pages[:, ours[:2]].copy()
+    pair.borrow(ours, num_cached=2)
+    [over] = pair.finish()
+    assert (over.num_pages, over.num_bytes) == (8, 6 * page_bytes(SCHEMA))
+    assert same_pages(pair.target, ours[2:8], pair.source, pair.lent[2:])
+    assert (pair.target[0].pages[:, ours[:2]] == before).all()
+
+
+def test_no_more_than_a_quarter_of_the_idle_pages_is_on_loan_and_the_rest_is_lent_afterwards(
+    pair_of: Callable[..., Pair],
+) -> None:
+    pair = pair_of(num_cached=12)
+    assert pair.prefix.available // LENT_SHARE == 10
+    ours = list(range(3, 15))
+    pair.borrow(ours)
+    assert pair.finish()[0].num_pages == 10
+    pair.borrow(ours, num_cached=10)
+    assert pair.finish()[0][:3] == (unit(), 12, 2 * page_bytes(SCHEMA))
+    assert same_pages(pair.target, ours, pair.source, pair.lent)
+
+
+def test_another_salt_or_one_other_token_finds_nothing(pair_of: Callable[..., Pair]) -> None:
+    pair = pair_of(salt="tenant a")
+    pair.borrow([3, 4], salt="tenant b")
+    pair.borrow([5, 6], name="no salt")
+    pair.borrower.borrow(unit("other"), peer_of(pair.lender), 0, [7], [1, *TEXT[1:SIZE]], "tenant a", math.inf)
+    assert {over.num_pages for over in pair.finish(3)} == {0}
+    pair.borrow([3, 4], salt="tenant a")
+    assert pair.finish()[0].num_pages == 2
+
+
+def test_a_reservation_takes_a_lent_page_at_once_and_the_loan_ends(pair_of: Callable[..., Pair]) -> None:
+    pair = pair_of()
+    pair.begin(list(range(3, 11)))
+    assert pair.prefix.available == NUM_PAGES - 1
+    taken = pair.prefix.allocate(NUM_PAGES - 1, Owner.REQUEST)
+    for pool in pair.source:
+        pool.pages[:] = 255  # the owner writes
+    [over] = pair.finish()
+    assert over.num_pages < 8
+    assert len(taken) == NUM_PAGES - 1 and pair.lender.end.memory[0].generations[pair.lent[0]] == 2
+
+
+def test_a_page_that_was_given_to_another_request_is_not_sent_under_an_old_loan() -> None:
+    pair = Pair("zmq")
+    with pair.stack:
+        pair.begin(list(range(3, 11)))
+        pair.prefix.allocate(NUM_PAGES - 1, Owner.REQUEST)
+        assert pair.finish()[0].num_pages == 0
+        assert not pair.target[0].pages.any()
+
+
+def test_a_loan_that_takes_too_long_is_over_and_what_has_arrived_stays(pair_of: Callable[..., Pair]) -> None:
+    pair = pair_of()
+    ours = list(range(3, 11))
+    pair.borrow(ours, until=pair.borrower.end.clock() + 0.05)
+    [over] = named(spin((pair.borrower,), lambda events: named(events, LoanOver)), LoanOver)
+    assert (over.num_pages, over.reason) == (0, "its time is over")
+    pair.finish(0)
+    pair.begin(ours)
+    pair.borrower.drop(unit(), "cancelled")
+    assert pair.finish(0) == []
+
+
+def test_a_lost_borrower_leaves_no_loan() -> None:
+    pair = Pair("local")
+    with pair.stack:
+        pair.begin([3, 4])
+        pair.borrower.close()
+        spin((pair.lender,), lambda _: not pair.lender.loans())
+
+
+def test_a_unit_has_one_loan_whoever_asks() -> None:
+    pair = Pair("local")
+    with pair.stack:
+        other, pools = make_client(num_pages=NUM_PAGES, node_id="d1", epoch="d2" * 8, transports=("local",))
+        for each in (*pools, other):
+            pair.stack.callback(each.close)
+        pair.begin([3, 4])
+        other.borrow(unit(), peer_of(pair.lender), 0, [5], TEXT[:SIZE], "", math.inf)
+        spin((pair.lender, other), lambda _: pair.lender.dropped.count == 1)
+        pair.lender.open(unit(), 1)  # a prompt that is handed over may have the same name
+        assert pair.finish()[0].num_pages == 2
+
+
+def test_two_full_nodes_borrow_from_each_other() -> None:
+    """Both pools are full of cached pages and of requests; each side has taken its target pages first."""
+    there, back = Pair("local"), Pair("local")
+    with there.stack, back.stack:
+        for pair in (there, back):
+            pair.prefix.allocate(NUM_PAGES - 1 - 8, Owner.REQUEST)
+            assert pair.prefix.pool.num_free == 0
+        for pair in (there, back):
+            pair.borrow(list(range(3, 11)))
+        nodes = (there.lender, there.borrower, back.lender, back.borrower)
+        over = named(spin(nodes, lambda events: len(named(events, LoanOver)) == 2), LoanOver)
+        assert [each.num_pages for each in over] == [2, 2], "a quarter of the 8 idle pages"
