@@ -206,7 +206,9 @@ class PrefixCache:
 
     def lend(self, token_ids: Sequence[int], salt: str) -> list[int]:
         """Return the cached pages that cover these tokens from the start. They are not pinned, but count as just used,
-        so that others are evicted before them."""
+        so that others are evicted before them. None while pages come back from the host tier."""
+        if not self.is_settled:
+            return []
         lease = self.acquire(token_ids, salt)
         pages = list(lease.pages)
         self.release(lease)
