@@ -183,7 +183,7 @@ class HandoffClient:
         poll."""
         link = self._links.by_epoch.get(epoch)
         if link is not None:
-            self._close(link, f"prefill node {link.peer.node_id} is gone")
+            self._close(link, f"node {link.peer.node_id} is gone")
 
     def close(self) -> None:
         """Drop all claims and close all links."""
@@ -195,7 +195,7 @@ class HandoffClient:
     def _link(self, peer: Peer) -> PullLink:
         """Return the link to a peer. Links to its earlier epochs are closed. Raises TransferError."""
         for link in self._links.other_epochs(peer):
-            self._close(link, f"prefill node {peer.node_id} was restarted")
+            self._close(link, f"node {peer.node_id} was restarted")
         return self._links.open(peer)
 
     def _begin(self, link: PullLink, transfer: Transfer) -> None:
@@ -250,7 +250,7 @@ class HandoffClient:
                 )
             case UnknownClaim(unit=unit):
                 self._transfer_of(link, unit)
-                self._fail(unit, f"prefill node {link.peer.node_id} does not know {unit}", tell=None)
+                self._fail(unit, f"node {link.peer.node_id} does not know {unit}", tell=None)
 
     def _transfer_of(self, link: PullLink, unit: Unit) -> Transfer:
         """Return the transfer that a message of this link is about. Raises StaleMessage if the unit is not claimed (any
@@ -274,7 +274,7 @@ class HandoffClient:
         try:
             moves = transfer.take_offer(offer, self.end.schema, link.num_pages, link.num_tails)
         except ProtocolError as error:
-            self._fail(offer.unit, f"prefill node {link.peer.node_id}: {error}", tell=link)
+            self._fail(offer.unit, f"node {link.peer.node_id}: {error}", tell=link)
             raise
         transfer.start_clock(self.end.clock())
         if link.transport is not None:
@@ -297,7 +297,7 @@ class HandoffClient:
         transfer = self._transfers.get(move.unit)
         if transfer is None or link.transport is None:
             return  # another page of the unit has failed meanwhile
-        where = f"page {move.index} from prefill node {link.peer.node_id}"
+        where = f"page {move.index} from node {link.peer.node_id}"
         if landed.generation != move.generation:
             reason = f"{where} was reused: generation {landed.generation} there, {move.generation} offered"
             self._fail(move.unit, reason, tell=link)

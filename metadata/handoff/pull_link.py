@@ -279,7 +279,7 @@ class PullLink:
     def lose(self, reason: str) -> None:
         """End the link with this reason. The peer's memory is unmapped at once."""
         if self.lost is None:
-            self.lost = f"prefill node {self.peer.node_id}: {reason}"
+            self.lost = f"node {self.peer.node_id}: {reason}"
             logger.info("data link lost: %s", self.lost)
         if self.transport is not None:
             self.transport.close()
@@ -395,14 +395,14 @@ class PullLink:
             else:
                 self._retry_without(message.transport, str(error))
             return
-        logger.info("linked to prefill node %s, pages travel by %s", self.peer.node_id, message.transport)
+        logger.info("linked to node %s, pages travel by %s", self.peer.node_id, message.transport)
 
     def _retry_without(self, transport: str, reason: str) -> None:
         others = tuple(name for name in self._hello.transports if name != transport)
         if not others:
             self.lose(reason)
             return
-        logger.warning("prefill node %s: %s; pages will travel by %s", self.peer.node_id, reason, others[0])
+        logger.warning("node %s: %s; pages will travel by %s", self.peer.node_id, reason, others[0])
         self._hello = msgspec.structs.replace(self._hello, transports=others)
         self._greeted_at = self._clock()
         self.send(self._hello)

@@ -110,7 +110,7 @@ class DecodePeers:
             self.by_link.pop(holder, None)
             return answer
         if peer is None or peer.welcome.transport != answer.transport:
-            logger.info("decode node %s linked, pages travel by %s", hello.node_id, answer.transport)
+            logger.info("node %s linked, pages travel by %s", hello.node_id, answer.transport)
         protocol, transport = known(hello.protocol), transport_named(answer.transport)
         if peer is None:
             self._prune(busy)

@@ -270,7 +270,7 @@ class RankPuller:
 
     def _lose(self, epoch: str, source: _Source, rank: int, link: PullLink) -> None:
         assert link.lost is not None
-        why = link.lost.removeprefix(f"prefill node {source.node_id}: ")
+        why = link.lost.removeprefix(f"node {source.node_id}: ")
         reason = f"its rank {rank}, on the link of rank {self.end.shard.rank}: {why}"
         self._lost.append(SourceLost(epoch, source.number, reason, link.is_refused))
         self._close(epoch)

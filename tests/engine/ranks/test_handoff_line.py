@@ -123,7 +123,7 @@ def test_one_wrong_byte_of_one_rank_is_caught(spoilt: int, transport: str) -> No
         # the last block of the rank's draft: V of head 2 or 5, behind three layers of the target
         block = 3 * 12 + 6 + (2, 5)[spoilt]
         assert isinstance(event, TransferFailed), event
-        assert f"page 1 from prefill node p0: checksum of block {block} wrong 3 times" in event.reason
+        assert f"page 1 from node p0: checksum of block {block} wrong 3 times" in event.reason
         assert prefill.events_until("dropped")[-1][0] == unit() and not client.tickets()
 
 
@@ -138,7 +138,7 @@ def test_the_death_of_a_prefill_rank_ends_the_link(transport: str) -> None:
         os.kill(prefill.rank_pids[0], signal.SIGKILL)
         event = until(client, (Arrived, TransferFailed))
         assert isinstance(event, TransferFailed) and not event.is_refused, event
-        link = r"prefill node p0: (its rank [01], on the link of rank [012]: )?"
+        link = r"node p0: (its rank [01], on the link of rank [012]: )?"
         ends = r"(the connection was closed|it cannot be|the handshake failed|cannot open the peer's pool)"
         assert re.match(link + ends, event.reason), event  # the other ranks' links may not have been made yet
         assert not client.tickets() and client.sockets() == list(ranks.line.descriptors())

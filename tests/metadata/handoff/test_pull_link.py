@@ -175,7 +175,7 @@ def test_the_first_reason_is_kept(line: Line) -> None:
     line.welcome()
     line.link.lose("first")
     line.link.lose("second")
-    assert line.link.lost == "prefill node p: first" and line.link.transport is None and line.link.is_waiting
+    assert line.link.lost == "node p: first" and line.link.transport is None and line.link.is_waiting
 
 
 def test_only_the_awaited_answer_counts_as_a_sign_of_life(line: Line) -> None:
@@ -226,7 +226,7 @@ def test_a_closed_connection_ends_the_link(line: Line) -> None:
     line.peer.close(linger=0)
     assert line.link.monitor.poll(5000)
     line.link.check_connection()
-    assert line.link.lost is not None and line.link.lost.startswith("prefill node p: ")
+    assert line.link.lost is not None and line.link.lost.startswith("node p: ")
 
 
 def test_a_peer_is_addressed_in_the_protocol_that_it_knows() -> None:

@@ -213,7 +213,7 @@ def test_a_page_whose_plane_was_damaged_never_arrives(
     before = sum(each.layout.num_layers * each.layout.blocks_per_layer for each in pair.source[:place])
     block = before + (layout.num_layers - 1) * layout.blocks_per_layer
     block += sum(each.num_heads for each in layout.planes[: plane + 1]) - 1
-    assert f"page 2 from prefill node p0: checksum of block {block} wrong" in failed.reason
+    assert f"page 2 from node p0: checksum of block {block} wrong" in failed.reason
     assert pair.client.num_checksum_failures == 3
 
 

@@ -207,7 +207,7 @@ def test_one_wrong_byte_of_one_rank_is_caught(rank: int, pool: int, way: str, ma
     [failed] = named(events, TransferFailed)
     last = (2, 5)[rank]
     block = 2 * 12 + 6 + last if pool == 0 else 3 * 12 + 6 + last
-    assert f"page 1 from prefill node p0: checksum of block {block} wrong 3 times" in failed.reason
+    assert f"page 1 from node p0: checksum of block {block} wrong 3 times" in failed.reason
     assert pair.client.num_checksum_failures == 3 and not failed.is_refused
     assert named(events, TicketEnded)[0].how == "dropped"
 
@@ -236,7 +236,7 @@ def test_a_page_that_rank_0_gave_away_is_noticed_on_every_rank(way: str, make_pa
     pair.sources[0].memory[0].generations[3] += 1
     pair.claim([9, 1])
     [failed] = named(run(pair, TransferFailed), TransferFailed)
-    assert "page 1 from prefill node p0 was reused: generation 8 there, 7 offered" in failed.reason
+    assert "page 1 from node p0 was reused: generation 8 there, 7 offered" in failed.reason
 
 
 # --- ends ---
@@ -289,7 +289,7 @@ def test_a_rank_that_is_gone_ends_all_transfers_of_the_link(rank: int, make_pair
     pair.nodes.remove((pair.server, pair.serve_line)[rank])
     events = spin(pair.nodes, lambda events: len(named(events, TransferFailed)) == 2)
     assert {event.unit for event in events} == {unit(), unit("b")}
-    assert all("prefill node p0: " in event.reason and not event.is_refused for event in events)
+    assert all("node p0: " in event.reason and not event.is_refused for event in events)
     spin(pair.nodes, lambda _: not any(puller.sockets() for puller in pair.pullers))
     assert pair.client.sockets() == [] and pair.client.tickets() == []
 
