@@ -30,6 +30,12 @@ class Sizes(NamedTuple):
     key_dim: int = 12
     value_dim: int = 10
     page_size: int = 32
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def tolerance(self) -> dict[str, float]:
+        """How far outputs and updates may be from the reference, whose sums and factors are float32."""
+        return {"atol": 2e-5, "rtol": 1e-5} if self.dtype == torch.float32 else {"atol": 2e-2, "rtol": 1e-2}
 
     @property
     def block(self) -> int:
@@ -47,7 +53,7 @@ class Sizes(NamedTuple):
     def inputs(self, num_tokens: int) -> Tensor:
         """The projections' output for a text, q, k, v, gates, b and a of each key head, [num_tokens, heads, width]."""
         width = self.num_channels + self.num_shared * (self.value_dim + 2)
-        return random(num_tokens, self.num_heads, width, seed=4)
+        return random(num_tokens, self.num_heads, width, seed=4).to(self.dtype)
 
     def views(self, inputs: Tensor) -> DeltaInputs:
         sizes = [self.num_channels, self.num_shared * self.value_dim, self.num_shared, self.num_shared]
@@ -74,7 +80,8 @@ class Texts:
         part = -(-shared * sizes.key_dim * sizes.value_dim // sizes.block)
         widths = sizes.num_channels + 2 * shared, shared * sizes.value_dim, part
         shape = num_seqs * per_seq + 1, 1, heads, page_size
-        self.pools = DeltaPools(*(torch.full((*shape, width), torch.nan, device=DEVICE) for width in widths))
+        rows, *others = (torch.full((*shape, width), torch.nan, device=DEVICE) for width in widths)
+        self.pools = DeltaPools(rows.to(sizes.dtype), *others)
 
     def run(self, spans: Sequence[tuple[int, int]], *, is_round: bool, is_alone: bool = True) -> None:
         """Compute a span of each sequence and compare."""
@@ -91,7 +98,7 @@ class Texts:
         else:
             out = delta_prompt(views, self.weights, self.pools, plan)
         expected = torch.cat([self.expected.outputs[slice(*span)] for span in spans])
-        torch.testing.assert_close(out.float(), expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(out.float(), expected, **self.sizes.tolerance)
 
     def check(self, seq: int, stop: int) -> None:
         """Compare what lies in the pools for a sequence of `stop` tokens."""
@@ -100,7 +107,7 @@ class Texts:
         rows, updates = rows.flatten(0, 1), updates.flatten(0, 1)
         assert torch.equal(rows[:stop], torch.cat([qkv, b, a], 2)[:stop]) and rows[stop:].isnan().all()
         torch.testing.assert_close(
-            updates[:stop].reshape(stop, -1), self.expected.updates[:stop].flatten(1), atol=2e-5, rtol=1e-5
+            updates[:stop].reshape(stop, -1), self.expected.updates[:stop].flatten(1), **sizes.tolerance
         )
         assert updates[stop:].isnan().all()
         size, states = sizes.num_shared * sizes.key_dim * sizes.value_dim, states.flatten(0, 1)
@@ -110,7 +117,7 @@ class Texts:
                 assert own.isnan().all()
                 continue
             expected = self.expected.states[i].flatten(1)
-            torch.testing.assert_close(own[:, :size], expected, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(own[:, :size], expected, **sizes.tolerance)
 
 
 @pytest.mark.parametrize("page_size", [32, *(pytest.param(each, marks=pytest.mark.whole) for each in (4, 128))])
@@ -152,6 +159,15 @@ def test_sequences_of_a_forward_are_apart() -> None:
     text.run([(50, 52), (23, 25)], is_round=True)
     text.check(0, 52)
     text.check(1, 25)
+
+
+def test_factors_of_16_bits_stay_near() -> None:
+    """A prompt, a round over an edge, and a chunk from the edge once more, with inputs of bfloat16."""
+    text = Texts(Sizes(page_size=16, dtype=torch.bfloat16), 60)
+    text.run([(0, 30)], is_round=False)
+    text.run([(30, 35)], is_round=True)
+    text.run([(35, 60)], is_round=False)
+    text.check(0, 60)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
