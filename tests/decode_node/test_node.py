@@ -229,7 +229,9 @@ def pulling(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) ->
             pair.prefill.step()
             pair._receive()  # the reservation may still be under way, and the prompt with it
             pair._dispatch()
-        time.sleep(0.05)  # for the offers to come
+        for _ in range(10):  # the claim may still be under way, and the offers after it
+            pair.prefill.step()
+            time.sleep(0.01)
         assert pair.decode.scheduler.reserved and pair.decode._under_way is not None
         monkeypatch.setattr(pull_link, "POLL_BYTES", 1)
         yield pair
