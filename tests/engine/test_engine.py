@@ -69,16 +69,6 @@ def test_settings_that_cannot_work_are_refused_before_the_model_loads(
         make_engine(**changes)
 
 
-def test_a_model_whose_kernels_no_gpu_has_run_is_refused_on_one(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
-    model = checkpoint("kimi_linear")
-    words = r"KimiLinear.*: a gated delta rule by channel has not run on a GPU yet; use --device cpu"
-    with pytest.raises(ConfigError, match=words):
-        Engine(EngineConfig(model=str(model), num_pages=8))
-
-
 @pytest.mark.parametrize(
     ("changes", "context_len"),
     [
