@@ -60,7 +60,7 @@ def test_what_other_families_have_is_not_in_the_fingerprint(model_dir: Path) -> 
     assert fields.pop("value_scale") == 1.0
     for name in ("window", "norm_offset", "score_scale", "gemma4", "softcap", "value_dim", "predicts_in_window"):
         assert not fields.pop(name)
-    for name in ("has_tail", "compressed", "delta", "has_output_gate"):
+    for name in ("has_tail", "tail_rows", "compressed", "delta", "has_output_gate"):
         assert not fields.pop(name)
     fields["rope"] = {name: fields["rope"][name] for name in EARLY_ROPE}
     digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
