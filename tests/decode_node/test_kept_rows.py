@@ -58,7 +58,7 @@ def make_pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePair
 
         def make(both: dict[str, Any], drafts: dict[str, Any]) -> NodePair:
             both = {"page_size": PAGE_SIZE, "num_pages": 200, "transport": "local", **both}
-            both |= {"speculative": "mtp", **drafts} if drafts else {}
+            both |= {"speculative": "mtp", **drafts} if drafts else {"speculative": "none"}
             return start(model, prefill=both, decode=both)
 
         yield make
