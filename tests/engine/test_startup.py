@@ -63,7 +63,7 @@ def test_full_collections_pass_over_what_was_there_before_the_first_step(monkeyp
         setattr(membership, name, lambda: None)
 
     class OneStep:
-        handoff = SimpleNamespace(close=lambda: None)
+        links = SimpleNamespace(close=lambda: None)
         is_idle = True
 
         def __init__(self) -> None:
@@ -81,8 +81,8 @@ def test_full_collections_pass_over_what_was_there_before_the_first_step(monkeyp
         node = OneStep()
         return node
 
-    monkeypatch.setattr(startup, "make_membership", lambda *_: membership)
-    engine = SimpleNamespace(group_steps=None)
+    monkeypatch.setattr(startup, "make_membership", lambda *_, **__: membership)
+    engine = SimpleNamespace(group_steps=None, cache=SimpleNamespace(close=lambda: None))
     try:
         assert startup.serve(EngineConfig(), "d", "decode", engine, None, "e", "", make_node) == 0  # type: ignore[arg-type]
         assert node is not None and id(made[0]) not in node.watched and id(made) not in node.watched

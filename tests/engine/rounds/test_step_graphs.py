@@ -205,7 +205,7 @@ def test_a_joint_forward_brings_what_two_forwards_bring(
 ) -> None:
     model = target_of(name, checkpoint)
     drafting = settings(name, model, tmp_path, steps=3) | shape
-    worlds = [World(Solo(model, num_pages=1200, buckets=(4,), **drafting), joins) for joins in (False, True)]
+    worlds = [World(Solo(model, num_pages=3000, buckets=(4,), **drafting), joins) for joins in (False, True)]
     tell(monkeypatch, worlds[0].solo)
     joint = count_joint(monkeypatch)
     num_beside = run(worlds)
