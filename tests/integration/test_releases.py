@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -93,7 +94,7 @@ def test_processes_of_two_releases_share_the_work(
         assert name == "router" or f", protocol {agreed}\n" in process.log, process.log
         assert "ValidationError" not in process.log, process.log  # what cannot be decoded
         if name.startswith("decode"):
-            assert process.log.count(f"pages travel by {transport}") == 2, process.log
+            assert len(re.findall(f"linked to .*, pages travel by {transport}", process.log)) == 2, process.log
         assert name == "router" or "rid=cmpl-" in process.log, "it has served no request"
     alone = new_cluster().start(node_flags=["--transport", transport])
     assert _texts(alone, PROMPTS) == first
@@ -115,8 +116,8 @@ def test_pages_to_and_from_an_older_node_go_under_curve(new_cluster: NewCluster,
     first = _texts(cluster, PROMPTS)
     assert _texts(cluster, PROMPTS[::-1])[::-1] == first
     newer, older = (cluster.processes[name].log for name in ("decode-0", "decode-1"))
-    assert "prefill node prefill-0, pages travel by local" in newer
-    assert "prefill node prefill-1, pages travel by zmq" in newer
+    assert "linked to node prefill-0, pages travel by local" in newer
+    assert "linked to node prefill-1, pages travel by zmq" in newer
     assert older.count("pages travel by zmq") == 2
     assert "--plain-pages: whoever sees the network" in newer
 
