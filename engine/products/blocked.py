@@ -1,4 +1,4 @@
-"""Float32 products on a CPU with a large weight in oneDNN's blocked order, which is read faster than plain rows."""
+"""Float32 products on a CPU with a weight in oneDNN's blocked order, which is read faster than plain rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from ...kernels.products.norm import Norm
 from .base import Product, WeightSource
 
 _BLOCKED_FOR_ROWS = 32  # the number of rows that oneDNN chooses its blocking for
-_LEAST_NUMBERS = 1 << 18  # of a weight: with fewer a call of oneDNN takes longer than the product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,8 +25,7 @@ class BlockedProduct(Product):
 
     @classmethod
     def build(cls, source: WeightSource) -> Self | None:
-        is_large = sum(source.out_sizes) * source.in_size >= _LEAST_NUMBERS
-        if not (is_large and source.is_float32_on_cpu and _is_available()):
+        if not (source.is_float32_on_cpu and _is_available()):
             return None
         weight = source.fused("weight")
         with torch.inference_mode(False):
