@@ -95,12 +95,14 @@ class DecodeScheduler:
         on_finish: Callable[[Sequence], None] | None = None,
         streams_elsewhere: Callable[[], Streams] = Streams,
     ) -> None:
-        """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt that are
-        computed although they are cached, for the drafter. `choose` gets the sequences of the next round and the number
-        of drafts that each could use, and returns the shape to draft; None: always `shape`. `rests` is called once per
-        round, and returns whether the round drafts nothing for any sequence. `budget` gets the number of sequences that
-        decode, the draft steps of their round, and the tokens that need KV. It returns how much of these the step
-        computes. None, or nothing decodes and no pages are on the way: `chunk_tokens`.
+        """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt whose
+        hidden states the drafter needs, so they are computed even if their pages are cached.
+        `choose` gets the sequences of the next round and the number of drafts that each could use, and returns the
+        shape to draft; None: always `shape`. `rests` is called once per round, and returns whether the round drafts
+        nothing for any sequence.
+        `budget` gets the number of sequences that decode, the draft steps of their round, and the tokens that need KV.
+        It returns how much of these the step computes. None, or nothing decodes and no pages are on the way:
+        `chunk_tokens`.
         `joint`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
         in the round, too.
         `window`: positions that the layers see, if none sees all; pages before them are given back.

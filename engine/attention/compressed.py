@@ -52,7 +52,7 @@ class EntryPool(NamedTuple):
 
 
 class WindowHeads(NamedTuple):
-    """What attention of a layer needs beside queries, keys and entries."""
+    """Settings and weights of one layer's attention, other than its projections."""
 
     layer: int  # its index in the pool of keys
     window: int  # tokens that a token sees, itself included

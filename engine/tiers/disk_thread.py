@@ -131,8 +131,8 @@ class DiskThread:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self) -> None:
-        """End the thread after what it does now. What waits is not done. A disk that hangs is not waited for. May be
-        called twice."""
+        """End the thread once its present read or write is done, or after 2 s if the disk hangs. Jobs in the queue
+        are dropped. May be called twice."""
         with self._wakes:
             if self._is_over:
                 return

@@ -200,7 +200,7 @@ class HostTier:
 
     @property
     def figures(self) -> HostFigures:
-        """What the tier has done since the node's start."""
+        """The slots in use now, and the pages copied and the seconds of loads since the start."""
         figures = HostFigures(
             num_slots=self.kept.num_slots + self.tails.num_slots,
             num_used=self.kept.num_used + self.tails.num_used,

@@ -41,7 +41,7 @@ Kind = Literal["page", "tail"]
 
 
 class PageHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the name of a page follows from."""
+    """The header of a file. `PageFiles.name_of` makes the page's name from it."""
 
     kind: Kind
     salt: str  # of a first page; "" for others
@@ -81,7 +81,7 @@ class PageFiles:
         os.close(self._lock)
 
     def name_of(self, header: PageHeader) -> bytes:
-        """Return the name that follows from a header."""
+        """Return the name of the page that has this header."""
         return self._names.after(header.parent or self._names.before_first(header.salt), header.key)
 
     def write(self, name: bytes, header: PageHeader, slot: np.ndarray) -> int:

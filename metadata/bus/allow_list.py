@@ -4,11 +4,10 @@ file. A line is `NAME KEY`:
     router     rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7
     prefill-0  Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID   # host1, rack 7
 
-The name is the process's node id. A router's name is `router`, or `router-NAME` if each of several routers has a key of
-its own. The list says three things: who may connect, which key
-a node must find at the other end when it connects, and under which name the holder of a key may speak. A process whose
-line is removed is shut out. The file is read again, if it has changed, at every handshake, for every message from an
-unknown key, and about once per second.
+The name is the process's node id. A router is called `router`, or `router-NAME` if several routers have keys of their
+own. A process may connect only if its key is listed, and may speak only under the name beside that key. A node that
+connects to a router expects one of the routers' keys. If a line is removed, its process is disconnected. A changed file
+is read again at every handshake, for every message from an unknown key, and about once per second.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class _LenderTimes:
 
 @dataclass(slots=True)
 class BorrowTotals:
-    """What has been borrowed since the start: pages, bytes, and seconds in which they moved."""
+    """Sums over all loans since the start. `seconds` are those of the copies."""
 
     num_pages: int = 0
     num_bytes: int = 0

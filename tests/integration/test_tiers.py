@@ -48,15 +48,20 @@ def test_a_killed_node_finds_the_files_of_its_conversations_again(
     assert all(num_cached > 250 for _, num_cached in before), "the pool holds two of the texts alone"
     *_, rid = ask(cluster, TEXTS[0])
     assert any(span.get("num_restored", 0) > 250 for span in spans(cluster, rid)), spans(cluster, rid)
-    cluster.processes["prefill-0"].kill()
-    paths = sorted(files.glob("*/*.page"))
+    paths, most_cached = sorted(files.glob("*/*.page")), 0
     for path in paths[::30]:
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    cluster.start_node("prefill", "prefill-0", *POOL, *tiers)
-    cluster.wait_ready(num_nodes=2)
-    wait_until(lambda: metric(cluster, "cache_file_bytes", "prefill-0") > 100_000, "the files are found")
-    after = [ask(cluster, text) for text in TEXTS]
-    assert [text for text, *_ in after] == [text for text, *_ in first]
+    for _ in range(4):  # a busy disk may take longer than a prompt waits
+        cluster.processes["prefill-0"].kill()
+        cluster.start_node("prefill", "prefill-0", *POOL, *tiers)
+        cluster.wait_ready(num_nodes=2)
+        wait_until(lambda: metric(cluster, "cache_file_bytes", "prefill-0") > 100_000, "the files are found")
+        after = [ask(cluster, text) for text in TEXTS]
+        assert [text for text, *_ in after] == [text for text, *_ in first]
+        most_cached = max(most_cached, sum(num_cached > 250 for _, num_cached, _ in after))
+        if most_cached > 1:
+            break
+    assert most_cached > 1
     assert metric(cluster, "files_read_total", "prefill-0") > 20
     books = cluster.ledger(flush=True)["nodes"]["prefill-0"]
     assert books["host_tier"]["pages"]["cache"] == 0

@@ -94,9 +94,8 @@ def run_nodes(
                 due += interval_s
                 while time.perf_counter() < due:
                     time.sleep(max(0.0, due - time.perf_counter()))
-                ended: dict[int, Ended] = {}
-                if place == num_tokens - 1:
-                    ended = {row: Ended("length", None, 4, num_tokens, 0) for row in range(len(units))}
+                rows = range(len(units)) if place == num_tokens - 1 else ()
+                ended = {row: Ended("length", None, 4, num_tokens, 0) for row in rows}
                 message = m.Tokens(tuple(units), pack_ids([place] * len(units)), counts, ids, ended=ended)
                 times.append(time.perf_counter())
                 while not self.link.send(message):
@@ -156,6 +155,17 @@ async def watched(url: str, num_viewers: int, work: Coroutine[Any, Any, T]) -> T
     return result
 
 
+def added_s(sent: list[list[float]], arrived: list[list[array[float]]], num_tokens: int) -> list[float]:
+    """Return the seconds from decode to client of each token, sorted, given times by router. The first token came from
+    prefill; the last one's event also holds the finish reason."""
+    return sorted(
+        read - at
+        for theirs, ours in zip(sent, arrived, strict=True)
+        for times in ours
+        for at, read in zip(theirs, times[1:num_tokens], strict=True)
+    )
+
+
 def phase(
     num_streams: int,
     num_tokens: int,
@@ -196,14 +206,7 @@ def phase(
         for each in (*nodes, *routers):
             each.kill()
             each.join()
-    # the first token came from prefill; the last one's event also holds the finish reason
-    lags = sorted(
-        read - at
-        for theirs, ours in zip(sent, arrived, strict=True)
-        for times in ours
-        for at, read in zip(theirs, times[1:num_tokens], strict=True)
-    )
-    total = num_streams // num_routers * num_routers * num_tokens
+    lags, total = added_s(sent, arrived, num_tokens), num_streams // num_routers * num_routers * num_tokens
     return {
         "routers": num_routers,
         "streams": num_streams,

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from handoff_nodes import SCHEMA, make_client, make_server, peer_of, unit
+from handoff_nodes import SCHEMA, LateCache, make_client, make_server, peer_of, unit
 
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import Lease, PrefixCache
@@ -26,7 +26,7 @@ class Nodes:
     def __init__(self, stack: ExitStack) -> None:
         self.now = 0.0
         common: dict[str, Any] = {"num_pages": NUM_PAGES, "transports": ("local",), "clock": lambda: self.now}
-        lending = LendingLater()
+        lending = LateCache()
         self.server, source = make_server(cache=lending, **common)
         self.client, target = make_client(**common)
         for each in (*source, *target, self.server, self.client):
@@ -57,19 +57,6 @@ class Nodes:
             if over:
                 return over
         return []
-
-
-class LendingLater:
-    """Hands on to a cache that is made after the server, in whose memory it counts."""
-
-    real: PrefixCache
-
-    @property
-    def available(self) -> int:
-        return self.real.available
-
-    def lend(self, token_ids: Any, salt: str) -> list[int]:
-        return self.real.lend(token_ids, salt)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from handoff_nodes import SCHEMA, make_client, make_server, named, peer_of, same_pages, spin, unit
+from handoff_nodes import SCHEMA, LateCache, make_client, make_server, named, peer_of, same_pages, spin, unit
 
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import PrefixCache
@@ -60,19 +60,6 @@ class Pair:
         over = before + named(spin(nodes, lambda events: len(before + named(events, LoanOver)) >= count), LoanOver)
         spin(nodes, lambda _: not self.lender.loans())
         return over
-
-
-class LateCache:
-    """Hands on to a cache that is made after the server, whose memory it counts in."""
-
-    real: PrefixCache
-
-    @property
-    def available(self) -> int:
-        return self.real.available
-
-    def lend(self, token_ids: Any, salt: str) -> list[int]:
-        return self.real.lend(token_ids, salt)
 
 
 @pytest.fixture(params=["local", "zmq", "cuda"])
