@@ -96,12 +96,16 @@ def test_a_gated_product(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_wide", [False, True], ids=["weight of 16 bits", "weight in float32"])
 @pytest.mark.parametrize(("num_rows", "out_size", "in_size", "block_n", "block_k"), SHAPES)
 def test_a_norm_before_and_a_residual_after(
-    num_rows: int, out_size: int, in_size: int, block_n: int, block_k: int, dtype: torch.dtype
+    num_rows: int, out_size: int, in_size: int, block_n: int, block_k: int, is_wide: bool, dtype: torch.dtype
 ) -> None:
-    """Rows of unlike size are normed each by itself, also a row of zeros, which eps keeps finite."""
+    """Rows of unlike size are normed each by itself, also a row of zeros, which eps keeps finite. A weight in float32
+    (norms of Gemma and Qwen3.5) multiplies numbers that were not rounded."""
     it = Operands(num_rows, out_size, in_size, dtype)
+    if is_wide:
+        it.norm = Norm(it.norm.weight.float() + 2**-12, EPS)
     it.x.mul_(torch.logspace(-1, 1, num_rows, device=DEVICE).unsqueeze(1))
     it.x[-1] = 0.0 if num_rows > 1 else it.x[-1]
     vector_product(it.x, it.weight, it.bias, it.out, block_n, block_k, num_warps=2, norm=it.norm, adds=True)
