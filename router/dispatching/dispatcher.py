@@ -64,7 +64,8 @@ from ..health.health import PairHealth, PairsReady, StartCanary, TellOutcome, Te
 from ..nodes.node import Node, NodeGroup
 from ..nodes.registry import Drains, Registry
 from ..placement.placement import Placement
-from ..requests.request import Attempt, Request, Sequence
+from ..requests.attempt import Attempt
+from ..requests.request import Request, Sequence
 from ..requests.trace import FinishedTraces, Outcome
 from ..waiting.admission import Asked, Bounds, Queues, RefusedRequest
 from ..waiting.queue import Entry, PairFull, Pinned

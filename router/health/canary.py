@@ -19,7 +19,8 @@ import xxhash
 from ...metadata.errors import BatonError
 from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs, pack_ids
 from ..nodes.node import Node, NodeGroup
-from ..requests.request import Delta, Request, Sequence
+from ..requests.delta import Delta
+from ..requests.request import Request, Sequence
 from ..waiting.queue import Pinned
 from .verdicts import Answer, Token
 

@@ -18,7 +18,9 @@ from ...metadata.cache.names import PromptNames
 from ...metadata.errors import Unavailable
 from ..nodes.node import Node
 from ..nodes.prompt_role import PromptPlace, place_prompt
-from ..requests.request import Attempt, Need, Request
+from ..requests.attempt import Attempt
+from ..requests.need import Need
+from ..requests.request import Request
 from ..tenants.fair_share import DEFAULT, FairShares, Share, Tenant
 
 AGE_S = 10.0  # seconds of waiting that make up for one step of priority

@@ -14,7 +14,8 @@ from baton.metadata.wire.node_info import Capacity, ModelCard
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import SamplingParams
 from baton.router.nodes.node import GroupKey, Node, NodeGroup
-from baton.router.requests.request import Delta, Request, Sequence, TextOptions
+from baton.router.requests.delta import Delta, TextOptions
+from baton.router.requests.request import Request, Sequence
 from baton.router.text.tokenizer import TextTokenizer
 
 from .fake_nodes import make_layout, make_tokenizer

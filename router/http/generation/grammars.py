@@ -26,7 +26,7 @@ from msgspec import Raw
 from ....metadata.errors import RequestError, Unavailable
 from ...nodes.node import NodeGroup
 from ...reasoning_parsers.base import ReasoningParser, ThoughtBudget
-from ...requests.request import GRAMMAR_PROTOCOL
+from ...requests.need import GRAMMAR_PROTOCOL
 from ...tenants.fair_turns import FairTurns
 from ...text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, schema_of
 from ...text.grammar_process import GrammarProcess, LoadTokenizer

@@ -12,7 +12,8 @@ from typing import Any
 from ....metadata.errors import RequestError
 from ....metadata.wire.request import FROM_CHECKPOINT, MAX_CONTEXT, SamplingParams
 from ...nodes.node import NodeGroup
-from ...requests.request import Request, TextOptions
+from ...requests.delta import TextOptions
+from ...requests.request import Request
 from .idempotency import SEED_BITS
 from .types import ChatRequest, CommonRequest, CompletionRequest
 

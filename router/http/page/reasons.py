@@ -10,7 +10,8 @@ from ...nodes.availability import drain_summary, drain_words
 from ...nodes.mismatch import missing_partner
 from ...nodes.node import ROLES, Node, NodeGroup
 from ...nodes.registry import Registry
-from ...requests.request import Attempt, Request
+from ...requests.attempt import Attempt
+from ...requests.request import Request
 from ...requests.trace import Span
 from ...waiting.queue import Entry, WaitingQueue
 from .types import LiveState

@@ -23,7 +23,9 @@ from baton.router.dispatching.dispatcher import Dispatcher
 from baton.router.dispatching.effects import Effect, Error, Send
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import Node
-from baton.router.requests.request import GRAMMAR_PROTOCOL, MAX_AHEAD, Delta, Need, Request, Sequence, TextOptions
+from baton.router.requests.delta import Delta, TextOptions
+from baton.router.requests.need import GRAMMAR_PROTOCOL, Need
+from baton.router.requests.request import MAX_AHEAD, Request, Sequence
 from baton.router.waiting.queue import Entry
 
 from ..sites import add_node, make_group, make_hello, make_request, text_tokenizer
