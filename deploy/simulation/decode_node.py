@@ -21,7 +21,7 @@ from ...decode_node.chunk_length import ChunkBudget, ChunkRoom, ChunksAlone, Pro
 from ...decode_node.round_clock import LEAST_AHEAD_S, SHARE_AHEAD, RoundSeconds
 from ...engine.pace.step_times import ChunkCosts
 from ...router.nodes.prompt_role import PromptTimes
-from ...router.placement.placement import DecodeFigures
+from ...router.placement.node_choice import DecodeFigures
 from ...router.placement.prompt_placement import LocalFigures
 from .agenda import Agenda
 from .costs import ChunkPart, Costs

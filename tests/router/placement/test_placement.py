@@ -14,16 +14,15 @@ from baton.metadata.wire.membership import CachedPages
 from baton.metadata.wire.node_info import Capacity, Load, RankLoad
 from baton.router.nodes.node import Node
 from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill
-from baton.router.placement.placement import (
-    EXPECTED_S,
+from baton.router.placement.node_choice import (
     DecodeFigures,
-    Placement,
     PrefillFigures,
     choose_decode,
     choose_prefill,
     decode_reason,
     prefill_reason,
 )
+from baton.router.placement.placement import EXPECTED_S, Placement
 from baton.router.waiting.queue import Entry
 
 from ..conftest import System
