@@ -580,10 +580,8 @@ class Dispatcher:
                     self.cancels.send(node, request.rid, attempt.number, (sequence.index,), reason, now)
             if attempt.decode is not None:
                 attempt.decode.release(request.rid, attempt.number, (sequence.index,))
-                if not request.is_canary:
-                    self._placement.has_generated(attempt.decode, sequence, now)
-            if attempt.decode is not None and attempt.prefill is None:
-                self.health.worked(None, attempt.decode, now)
+                if attempt.prefill is None:
+                    self.health.worked(None, attempt.decode, now)
             attempt.choices.discard(sequence.index)
             if not attempt.choices and attempt.prefill_done:
                 request.attempts.pop(attempt.number, None)

@@ -18,17 +18,14 @@ router, whose order is fair, and a node of either role gets the next one shortly
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from ...metadata.cache.names import PromptNames
 from ...metadata.wire.node_info import Lender
 from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
-from ..requests.request import Sequence as Output
 from ..waiting.queue import Entry
-from .affinity import PrefixAffinity, SessionAffinity
+from .affinity import ExpectedPages, SessionAffinity
 from .node_choice import (
     DecodeFigures,
     PrefillFigures,
@@ -81,7 +78,7 @@ class Placement:
     ) -> None:
         self._is_usable, self._is_shared = is_usable, is_shared
         self._held: set[NodeGroup] = set()
-        self._affinity = PrefixAffinity()
+        self._expected = ExpectedPages()
         self._prefill_sessions, self._decode_sessions = SessionAffinity(), SessionAffinity()
 
     def usable_pairs(self, group: NodeGroup) -> list[tuple[Node, Node]]:
@@ -126,7 +123,7 @@ class Placement:
         probably compute."""
         num_uncached = self._num_uncached(node, entry, now)
         node.begin_prompt(entry.request.rid, attempt, num_uncached, now)
-        self._affinity.note(node.routing_id, entry.names, now, _expected_since(node, now))
+        self._expected.note(node.routing_id, entry.names, now, _expected_since(node, now))
         if node.role == "prefill":
             self._prefill_sessions.note(entry.request.session, node.routing_id)
         return num_uncached
@@ -152,20 +149,11 @@ class Placement:
         """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
         self._decode_sessions.note(entry.request.session, decode.routing_id)
         if entry.request.group.may_compute_locally:
-            self._affinity.note(decode.routing_id, entry.names, now, _expected_since(decode, now))
-
-    def has_generated(self, decode: Node, output: Output, now: float) -> None:
-        """A decode node has finished a sequence. The next turn of its conversation finds the pages in its cache, which
-        the node tells, if it can."""
-        request = output.request
-        if request.group.may_compute_locally and decode.cache.state(now) == "none":
-            token_ids = [*request.prompt_ids, *output.received]
-            names = PromptNames(request.group.names, token_ids, request.cache_salt)
-            self._affinity.note(decode.routing_id, names, now)
+            self._expected.note(decode.routing_id, entry.names, now, _expected_since(decode, now))
 
     def forget_cache(self, node: Node) -> None:
         """The node is gone, or its prefix cache was emptied."""
-        self._affinity.forget(node.routing_id)
+        self._expected.forget(node.routing_id)
 
     # Who computes the prompt
 
@@ -282,7 +270,7 @@ class Placement:
         if state == "whole":
             num_pages = node.cache.num_matched(entry.names, entry.request.group.num_tails)
         if state != "late":
-            expected = self._affinity.num_matched(node.routing_id, entry.names, _expected_since(node, now))
+            expected = self._expected.num_matched(node.routing_id, entry.names, _expected_since(node, now))
             num_pages = max(num_pages, expected)
         return num_pages
 
@@ -412,8 +400,8 @@ class Placement:
 
 
 def _expected_since(node: Node, now: float) -> float:
-    """Return since when a node was given the pages that it has not told yet; -inf: it tells none."""
-    return -math.inf if node.cache.state(now) == "none" else min(now - EXPECTED_S, node.oldest_prompt_at(now))
+    """Return since when a node was given the pages that it has not told yet."""
+    return min(now - EXPECTED_S, node.oldest_prompt_at(now))
 
 
 def _cached(node: Node, entry: Entry, num_uncached: int, now: float) -> str:

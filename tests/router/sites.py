@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import xxhash
 
+from baton.metadata.cache.names import PromptNames
 from baton.metadata.errors import BatonError
-from baton.metadata.wire.membership import Hello
+from baton.metadata.wire.membership import CachedPages, Hello
 from baton.metadata.wire.node_info import Capacity, ModelCard
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import SamplingParams
@@ -106,3 +107,10 @@ def make_request(
     sampling = SamplingParams(**{"max_tokens": 20, **(params or {})})
     options, ids = text or TextOptions(), [5] * prompt_len
     return Request(rid, group, ids, sampling, Heard(), num_choices=num_choices, options=options, now=now, **more)
+
+
+def tell_pages(node: Node, names: PromptNames, num_pages: int) -> None:
+    """Let a node tell that it has the first pages of a prompt, and no other ones."""
+    list(names)
+    stored = b"".join(names._whole[:num_pages])
+    node.cache.take(CachedPages(number=0, stored=stored, removed=b"", num_changes=num_pages, is_whole=True))
