@@ -294,6 +294,9 @@ class Registry:
             self.lose(namesake, "replaced", now)
         if agreed(hello.protocols) is None:
             return _Obstacle(apart(hello.protocols), math.inf)
+        if (num_pools := hello.capacity.num_pools) > 1:
+            reason = f"its {num_pools} ranks are one node, as in protocol 6: start it from a newer release"
+            return _Obstacle(reason, math.inf)
         incompatible = incompatible_nodes(hello, self.groups.get(_key_of(hello)), self.nodes.values())
         return _Obstacle(refusal(hello, incompatible), incompatible[0].last_seen) if incompatible else None
 

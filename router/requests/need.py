@@ -46,15 +46,15 @@ class Need(NamedTuple):
 
     def fits_prefill(self, node: Node) -> bool:
         """Whether this prefill node could compute it when idle."""
-        return self.prefill_pages <= node.hello.capacity.request_pages and self._fits(node)
+        return self.prefill_pages <= node.hello.capacity.num_pages and self._fits(node)
 
     def fits_decode(self, node: Node) -> bool:
         """Whether this decode node could generate it when idle."""
-        return (self.decode_pages or 0) <= node.hello.capacity.request_pages and self._fits(node)
+        return (self.decode_pages or 0) <= node.hello.capacity.num_pages and self._fits(node)
 
     def fits_local(self, node: Node) -> bool:
         """Whether this decode node could compute the prompt and generate when idle."""
-        return self.local_pages <= node.hello.capacity.request_pages and self._fits(node)
+        return self.local_pages <= node.hello.capacity.num_pages and self._fits(node)
 
     def fits_any(self, pairs: Iterable[tuple[Node, Node]]) -> bool:
         """Whether one of these pairs could serve it when idle."""
@@ -66,7 +66,7 @@ class Need(NamedTuple):
         if prefill is None or self.decode_pages is None or not self.pages_per_choice:
             return 1 << 30
         capacity = prefill.hello.capacity
-        most = 1 + (capacity.request_pages - self.prefill_pages) // self.pages_per_choice
+        most = 1 + (capacity.num_pages - self.prefill_pages) // self.pages_per_choice
         if self.tails_per_choice:  # the prompt itself needs less than half of the tail pages (`tails_beside`)
             most = min(most, 1 + capacity.num_tails // 2 // self.tails_per_choice)
         return max(1, most)

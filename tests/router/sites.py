@@ -42,7 +42,6 @@ def make_hello(
     page_size: int = 16,
     key_lookahead: int = 0,
     epoch: str = "1",
-    num_pools: int = 1,
 ) -> Hello:
     digest = xxhash.xxh3_128_hexdigest(tokenizer_file())
     return Hello(
@@ -55,7 +54,7 @@ def make_hello(
         target_fingerprint="f",
         draft_fingerprint=None,
         model=ModelCard("fake", context_len, 420, (1,), 0, digest, None),
-        capacity=Capacity(num_pages, page_size, max_running, num_pools, num_pools),
+        capacity=Capacity(num_pages, page_size, max_running),
         data_address="tcp://127.0.0.1:1",
         protocol=PROTOCOL_MAX,
     )

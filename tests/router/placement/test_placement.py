@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.node_info import Capacity, Load, RankLoad
+from baton.metadata.wire.node_info import Capacity, Load
 from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill
 from baton.router.placement.node_choice import (
     DecodeFigures,
@@ -287,25 +287,6 @@ def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
         status, body, _ = large.result()
     assert time.monotonic() - begun < 5, "a request waited for room that no node has"
     assert (status, body.get("error", {}).get("param")) == ((200, None) if len_left == 2 else (400, "prompt")), body
-
-
-@pytest.mark.parametrize("is_local", [False, True])
-def test_a_request_goes_where_one_rank_has_room(is_local: bool) -> None:
-    """The pools of an idle node together have more pages than the busy node, but none has enough for the request."""
-    group = make_group()
-    nodes = [] if is_local else [add_node(group, "prefill", "p0", context_len=2000)]
-    ranked = add_node(group, "decode", "d0", context_len=2000, num_pools=2)
-    whole = add_node(group, "decode", "d1", context_len=2000)
-    ranked.report(Load(80, 0, 0, ranks=(RankLoad(38, 0), RankLoad(42, 0))), 0.0)
-    whole.report(Load(60, 3, 0), 0.0)
-    whole.reserve("other", 0, range(3), 0)
-    group.look(0.0, node_wait_s=0.0)
-    group.look(60.0, node_wait_s=0.0)
-    placement = Placement(lambda _prefill, _decode: True)
-    for prompt_len, chosen in ((16 * 45, whole), (16 * 30, ranked)):
-        entry = Entry(make_request(group, prompt_len=prompt_len), (0,))
-        place = placement.choose(entry, 0.0)
-        assert place is not None and (place.decode, [place.prefill]) == (chosen, nodes or [None]), place
 
 
 SHARED = decode(running=4, most=20)._replace(cached_share=1.0)

@@ -576,14 +576,6 @@ def test_a_node_that_cannot_compute_prompts_is_never_asked_to() -> None:
     assert len(world.got("d0", m.Reserve)) == 1 and not world.got("d0", m.Compute)
 
 
-@pytest.mark.parametrize("names", [("p0", "d0"), ("d0",)])
-def test_a_node_gets_no_more_choices_than_one_of_its_ranks_can_run(names: tuple[str, ...]) -> None:
-    world = local_world(*names, sizes={"num_pools": 2, "max_running": 8})
-    world.submit(n=6)
-    asked = world.got("d0", m.Reserve if "p0" in names else m.Compute)[-1]
-    assert asked.choices == (0, 1, 2, 3)
-
-
 # --- through the dispatcher, with the setting auto ---
 
 PREFILL_LOAD = m.Load(free_pages=1000, running=0, waiting=0, prompt_token_s=2e-5, prompt_fixed_s=0.004)
