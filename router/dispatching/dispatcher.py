@@ -61,8 +61,9 @@ from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from ..figures.metrics import Metrics
 from ..health.health import Effect as HealthEffect
 from ..health.health import PairHealth, PairsReady, StartCanary, TellOutcome, TellProven
+from ..nodes.drains import Drains
 from ..nodes.node import Node, NodeGroup
-from ..nodes.registry import Drains, Registry
+from ..nodes.registry import Registry
 from ..placement.placement import Placement
 from ..requests.attempt import Attempt
 from ..requests.request import Request, Sequence

@@ -28,7 +28,8 @@ from ...metadata.wire.request import (
 )
 from ..nodes.node import Node, NodeGroup
 from ..tenants.fair_share import DEFAULT, UNSHARED, Share, Tenant
-from ..text.detokenizer import CONTEXT, StopStrings, TokenBytes, make_detokenizer, skipped_ids
+from ..text.detokenizer import CONTEXT, TokenBytes, make_detokenizer, skipped_ids
+from ..text.stop_strings import StopStrings
 from ..text.tokenizer import TextTokenizer
 from .attempt import Attempt, PairId, pair_of
 from .delta import Delta, TextOptions, TokenText

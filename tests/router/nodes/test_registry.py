@@ -30,8 +30,9 @@ from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended
 from baton.router.errors import Conflict, NotFound
 from baton.router.nodes import registry
+from baton.router.nodes.drains import Drains
 from baton.router.nodes.node import Node, NodeGroup
-from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S, Drains
+from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
 
 from ..conftest import System
 from ..dispatching.test_runner import is_canary, own, wait_until
