@@ -69,7 +69,7 @@ from ..requests.attempt import Attempt
 from ..requests.request import Request, Sequence
 from ..requests.trace import FinishedTraces, Outcome
 from ..waiting.admission import Asked, Bounds, Queues, RefusedRequest
-from ..waiting.queue import Entry, PairFull, Pinned
+from ..waiting.entry import Entry, PairFull, Pinned
 from .cancels import Cancels
 from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
 from .rescheduling import Rescheduling

@@ -22,7 +22,7 @@ from ..nodes.node import Node
 from ..requests.attempt import Attempt
 from ..requests.request import Request
 from ..waiting.admission import Queues, RefusedRequest
-from ..waiting.queue import Entry
+from ..waiting.entry import Entry
 from .cancels import Cancels
 from .reservations import Reservations
 from .streams import TokenStreams

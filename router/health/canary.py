@@ -21,7 +21,7 @@ from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogp
 from ..nodes.node import Node, NodeGroup
 from ..requests.delta import Delta
 from ..requests.request import Request, Sequence
-from ..waiting.queue import Pinned
+from ..waiting.entry import Pinned
 from .verdicts import Answer, Token
 
 NUM_PAGES = 3

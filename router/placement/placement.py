@@ -24,7 +24,7 @@ from typing import NamedTuple
 from ...metadata.wire.node_info import Lender
 from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
-from ..waiting.queue import Entry
+from ..waiting.entry import Entry
 from .affinity import ExpectedPages, SessionAffinity
 from .node_choice import (
     DecodeFigures,

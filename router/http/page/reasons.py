@@ -13,7 +13,8 @@ from ...nodes.registry import Registry
 from ...requests.attempt import Attempt
 from ...requests.request import Request
 from ...requests.trace import Span
-from ...waiting.queue import Entry, WaitingQueue
+from ...waiting.entry import Entry
+from ...waiting.queue import WaitingQueue
 from .types import LiveState
 
 SILENT_S = 1.0  # for so long a heartbeat may be due

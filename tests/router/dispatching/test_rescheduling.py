@@ -30,7 +30,7 @@ from baton.router.nodes.node import Node, NodeGroup
 from baton.router.requests.attempt import Attempt
 from baton.router.requests.request import Request
 from baton.router.waiting.admission import Bounds, Queues, RefusedRequest
-from baton.router.waiting.queue import Entry
+from baton.router.waiting.entry import Entry
 
 from ..conftest import System
 from ..fake_nodes import FakeNode

@@ -19,7 +19,7 @@ from baton.router.dispatching.reservations import ANSWER_S, ASK_S, Reservations
 from baton.router.nodes.node import Node
 from baton.router.requests.attempt import Attempt
 from baton.router.requests.request import Request
-from baton.router.waiting.queue import Entry
+from baton.router.waiting.entry import Entry
 
 from ..conftest import System
 from ..fake_nodes import FakeNode

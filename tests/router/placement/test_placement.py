@@ -21,7 +21,7 @@ from baton.router.placement.node_choice import (
     prefill_reason,
 )
 from baton.router.placement.placement import EXPECTED_S, Placement
-from baton.router.waiting.queue import Entry
+from baton.router.waiting.entry import Entry
 
 from ..conftest import System
 from ..dispatching.test_runner import own, wait_until

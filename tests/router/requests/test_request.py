@@ -26,7 +26,7 @@ from baton.router.nodes.node import Node
 from baton.router.requests.delta import Delta, TextOptions
 from baton.router.requests.need import GRAMMAR_PROTOCOL, Need
 from baton.router.requests.request import MAX_AHEAD, Request, Sequence
-from baton.router.waiting.queue import Entry
+from baton.router.waiting.entry import Entry
 
 from ..sites import add_node, make_group, make_hello, make_request, text_tokenizer
 
