@@ -400,8 +400,8 @@ class DeviceExecutor:
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device), matchers, set(), masking)
 
     def _widened(self, work: Round) -> Round:
-        """Return a round that is not computed together with a chunk, with as many drafts as the graphs of its steps
-        have if it has grammars."""
+        """Return the round as it is computed without a chunk. If it has grammars, its steps are graphs of a fixed
+        number of drafts, so it gets as many."""
         has_graphs = self._graphs is not None and self._graphs.steps is not None
         return widened(work, self.shape) if has_graphs and work.needs.masks and work.shape.num_steps else work
 

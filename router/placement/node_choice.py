@@ -28,8 +28,10 @@ class DecodeFigures(NamedTuple):
 
     @property
     def slack(self) -> float:
-        """The share of its places by which the node may be fuller than others, SESSION_SLACK at most: for the session
-        that it served last, or as many sequences as cost what the cached pages save of the handoff."""
+        """How much fuller than others the node may be, as a share of its places, SESSION_SLACK at most.
+
+        The node that served the request's session last gets SESSION_SLACK. Another node gets as many places as
+        sequences that would cost as much time as its cached pages save of the handoff."""
         if self.is_sessions:
             return SESSION_SLACK
         if not self.handoff_s or not self.round_s:
