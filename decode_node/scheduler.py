@@ -27,6 +27,7 @@ from typing import NamedTuple
 from ..engine.pace.draft_length import NO_DRAFTS, DraftShape
 from ..engine.pace.joint_sizes import NO_SIZE, JointSizes
 from ..engine.state.prefix_cache import PrefixCache
+from ..engine.state.tail_pages import Windows
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.wire.request import Unit
@@ -89,9 +90,7 @@ class DecodeScheduler:
         rests: Callable[[], bool] | None = None,
         budget: Budget | None = None,
         joint: JointSizes = NO_SIZE,
-        window: int | None = None,
-        tail_window: int = 0,
-        held_window: int = 0,
+        windows: Windows = Windows(),  # noqa: B008 - immutable
         on_finish: Callable[[Sequence], None] | None = None,
         streams_elsewhere: Callable[[], Streams] = Streams,
     ) -> None:
@@ -105,9 +104,7 @@ class DecodeScheduler:
         `chunk_tokens`.
         `joint`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
         in the round, too.
-        `window`: positions that the layers see, if none sees all; pages before them are given back.
-        `tail_window`: positions that the layers with tail pages see; 0: there are no such layers. `held_window`: those
-        whose tail pages a sequence holds.
+        `windows`: positions that the layers read back; pages before those that any layer sees are given back.
         `on_finish` is called for every finished sequence. `streams_elsewhere` returns the sequences of other ranks
         that a chunk delays, too."""
         self.cache = cache
@@ -119,9 +116,7 @@ class DecodeScheduler:
         self._streams_elsewhere = streams_elsewhere
         self.page_size = cache.pool.page_size
         first_rounds_len = 1 + shape.num_steps + shape.num_slots  # the second begins where a fully accepted one ends
-        self.pages = SequencePages(
-            cache, first_rounds_len, context_len, num_prompt_states, window, tail_window, held_window, chunk_tokens
-        )
+        self.pages = SequencePages(cache, first_rounds_len, context_len, num_prompt_states, windows, chunk_tokens)
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.reserved: dict[Unit, Sequence] = {}

@@ -74,7 +74,7 @@ from .state.host_memory import available_memory
 from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
-from .state.tail_pages import tails_beside
+from .state.tail_pages import Windows, tails_beside
 from .tiers.cuda_copies import CudaCopies
 from .tiers.host_copies import HostCopies
 from .tiers.host_tier import HostTier
@@ -432,6 +432,11 @@ class Engine:
         """Positions whose tail pages a sequence holds: `tail_window` and, if the drafter has KV there, the rows that it
         may catch up on."""
         return self.tail_window + (MAX_MISSED if self.has_draft_tails else 0)
+
+    @property
+    def windows(self) -> Windows:
+        """How many positions the layers read back."""
+        return Windows(self.window, self.tail_window, self.held_window)
 
     @property
     def draft_window(self) -> int:

@@ -17,6 +17,7 @@ from ..progress import Progress
 from ..prompts.prompts import Prompts, SubmittedChunk
 from ..rounds.device_executor import executor_of
 from ..rounds.executor import HostProposer
+from ..state.tail_pages import Windows
 from ..work import Chunk, Forget, LoadSlot, RoundTokens, RoundWork, Scores, WarmUp
 from .ranked_engine import RankedEngine
 
@@ -59,16 +60,8 @@ class RankExecutor:
         return self._own.context_len
 
     @property
-    def window(self) -> int | None:
-        return self._own.window
-
-    @property
-    def tail_window(self) -> int:
-        return self._own.tail_window
-
-    @property
-    def held_window(self) -> int:
-        return self._own.held_window
+    def windows(self) -> Windows:
+        return self._own.windows
 
     @property
     def runs_ahead(self) -> bool:

@@ -43,6 +43,7 @@ from ..ranks.agreement import Agreed
 from ..sampling.grammar import Matcher, RoundMasks
 from ..sampling.logprobs import Logprobs
 from ..sampling.state import Needs, SamplingState, each_kind
+from ..state.tail_pages import Windows
 from ..work import (
     Accepted,
     CatchUp,
@@ -161,16 +162,8 @@ class DeviceExecutor:
         return self.engine.context_len
 
     @property
-    def window(self) -> int | None:
-        return self.engine.window
-
-    @property
-    def tail_window(self) -> int:
-        return self.engine.tail_window
-
-    @property
-    def held_window(self) -> int:
-        return self.engine.held_window
+    def windows(self) -> Windows:
+        return self.engine.windows
 
     @property
     def _captures(self) -> bool:
