@@ -61,7 +61,7 @@ from .prompts.graphs import PromptGraphs
 from .prompts.sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
 from .ranks.ranks import ONE_RANK, Ranks
 from .ranks.steps import GroupSteps
-from .rounds.batch import Computed, ForwardBatch, JointBatch
+from .rounds.batch import Computed, ForwardBatch, MixedBatch
 from .sampling.batch import SamplingBatch
 from .sampling.grammar import Grammars
 from .sampling.logprobs import Logprobs, compute_logprobs
@@ -535,7 +535,7 @@ class Engine:
         ]
         return Logprobs(*map(torch.cat, zip(*parts, strict=True))).to_host()
 
-    def states(self, batch: ForwardBatch | JointBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def states(self, batch: ForwardBatch | MixedBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
         states = self.model.forward_with_aux(batch, self.target_pools, self.speculation.aux_layers)

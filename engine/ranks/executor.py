@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ...metadata.handoff.schema.buffers import Sampled
 from ..pace.draft_length import DraftShape
-from ..pace.joint_sizes import JointSizes
+from ..pace.mixed_sizes import MixedSizes
 from ..progress import Progress
 from ..prompts.prompts import Prompts, SubmittedChunk
 from ..rounds.device_executor import executor_of
@@ -72,8 +72,8 @@ class RankExecutor:
         return None
 
     @property
-    def joint_sizes(self) -> JointSizes:
-        return self._own.joint_sizes
+    def mixed_sizes(self) -> MixedSizes:
+        return self._own.mixed_sizes
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         self._ranked.send(WarmUp(expects_prompts))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..pace.draft_length import DraftShape
-from ..pace.joint_sizes import JointSizes
+from ..pace.mixed_sizes import MixedSizes
 from ..progress import Progress
 from ..state.tail_pages import Windows
 from ..work import RoundTokens, RoundWork, Scores
@@ -84,7 +84,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def joint_sizes(self) -> JointSizes:
+    def mixed_sizes(self) -> MixedSizes:
         """The rounds and chunks that share a forward. A chunk beside another round, and one that is scored, has a
         forward of its own."""
         ...

@@ -69,7 +69,7 @@ class RowField(Message, frozen=True):
 
 
 class HandoffSchema(Message, frozen=True):
-    """Layout of a handoff on the wire, made from the joint configuration (metadata/handoff/schema/schema.py)."""
+    """Layout of a handoff on the wire, made from the configuration of target and draft (handoff/schema/schema.py)."""
 
     algorithm: Name
     page_size: Annotated[int, Meta(ge=1, le=4096)]
