@@ -61,7 +61,7 @@ from .prompts.graphs import PromptGraphs
 from .prompts.sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
 from .ranks.ranks import ONE_RANK, Ranks
 from .ranks.steps import GroupSteps
-from .rounds.batch import Computed, ForwardBatch, JointBatch
+from .rounds.batch import Computed, ForwardBatch, MixedBatch
 from .sampling.batch import SamplingBatch
 from .sampling.grammar import Grammars
 from .sampling.logprobs import Logprobs, compute_logprobs
@@ -74,7 +74,7 @@ from .state.host_memory import available_memory
 from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
-from .state.tail_pages import tails_beside
+from .state.tail_pages import Windows, tails_beside
 from .tiers.cuda_copies import CudaCopies
 from .tiers.host_copies import HostCopies
 from .tiers.host_tier import HostTier
@@ -434,6 +434,11 @@ class Engine:
         return self.tail_window + (MAX_MISSED if self.has_draft_tails else 0)
 
     @property
+    def windows(self) -> Windows:
+        """How many positions the layers read back."""
+        return Windows(self.window, self.tail_window, self.held_window)
+
+    @property
     def draft_window(self) -> int:
         """Positions that a drafter with KV in tail pages reads back; 0: there is none."""
         return 0 if self.schema.draft is None else self.schema.draft.window
@@ -530,7 +535,7 @@ class Engine:
         ]
         return Logprobs(*map(torch.cat, zip(*parts, strict=True))).to_host()
 
-    def states(self, batch: ForwardBatch | JointBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def states(self, batch: ForwardBatch | MixedBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
         states = self.model.forward_with_aux(batch, self.target_pools, self.speculation.aux_layers)

@@ -134,10 +134,10 @@ def read_entry_index(raw: ConfigFile) -> IndexConfig | None:
 
 
 def read_entry_pools(raw: ConfigFile) -> tuple[Further, ...]:
-    """Read the pools beside that of keys. An entry lies at the slots of its tokens, a part of it in each.
+    """Read the pools that lie beside the pool of keys. An entry is divided among the slots of its tokens.
 
-    Of the tokens whose inputs make an entry of two windows, a page keeps the last ones alone, and as many as a round
-    has: so the rows of a round, which may be rejected, leave the rows before it."""
+    The inputs of two windows of tokens make one entry. A tail page keeps the inputs of its last tokens: of two windows,
+    and of one round. The rows of a round may be rejected, so they must not take the places of the rows before it."""
     compressed, head_dim, index_dim = read_compressed(raw), raw.integer("head_dim"), raw.integer("index_head_dim")
     sparse, heavy = (
         tuple(i for i, kind in enumerate(compressed.kinds) if kind == wanted) for wanted in ("sparse", "heavy")

@@ -36,7 +36,7 @@ from ...metadata.wire.node_info import CanaryOutcome
 from ..nodes.availability import drain_summary, missing_for_service
 from ..nodes.node import GroupKey, Node, NodeGroup
 from ..requests.request import Request
-from ..waiting.queue import Pinned
+from ..waiting.entry import Pinned
 from .canary import Canary, Prompt
 from .outcomes import AWAITED_S, answer_of, is_of_another, nodes_of, outcome
 from .verdicts import READY, UNTRIED, Answer, Verdict, Votes

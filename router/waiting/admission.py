@@ -24,8 +24,9 @@ from ..nodes.availability import no_node
 from ..nodes.node import ROLES, Node, NodeGroup
 from ..requests.request import Request
 from ..tenants.fair_share import DEFAULT, Tenant
+from .entry import Entry
 from .pace import Pace
-from .queue import Entry, WaitingQueue, turn_of
+from .queue import WaitingQueue, turn_of
 
 MARGIN_S = 0.15  # an answer's way through busy processes, counted as a part of its time
 PATIENCE_S = 0.25  # a request that has waited less is not given up as late: nodes may have room this moment

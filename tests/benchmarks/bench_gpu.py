@@ -52,7 +52,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.device import to_host
 from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import DraftShape
-from baton.engine.pace.joint_sizes import CHUNK_SIZES
+from baton.engine.pace.mixed_sizes import CHUNK_SIZES
 from baton.engine.progress import ProgressBar
 from baton.engine.ranks.cuda_group import CudaGroup
 from baton.engine.ranks.devices import orders, see

@@ -75,7 +75,7 @@ def test_output_is_that_of_transformers(
     is_local: bool, chunk: int, transport: str, reference: Reference, make_pair: Callable[..., NodePair]
 ) -> None:
     pair = make_pair(chunk_tokens=chunk, transport=transport)
-    assert pair.decode.executor.tail_window == WINDOW
+    assert pair.decode.executor.windows.tail == WINDOW
     check(pair, reference, [prompt(length) for length in LENGTHS], 30, is_local=is_local)
     if not is_local:
         schema = pair.hellos["decode"].layout

@@ -166,7 +166,7 @@ def test_the_router_command_imports_no_torch() -> None:
 
 def test_baton_up_finds_the_drafter_without_torch() -> None:
     code = (
-        "import argparse, sys; from baton.deploy import launcher; from baton.deploy.plan import make_plan;"
+        "import argparse, sys; from baton.deploy import launcher; from baton.deploy.up import make_plan;"
         "assert make_plan(argparse.Namespace(), {}, {}).settled().speculation.startswith('eagle');"
         "bad = {'torch', 'numpy', 'transformers', 'triton'} & set(sys.modules); assert not bad, bad"
     )

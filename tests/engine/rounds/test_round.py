@@ -332,12 +332,12 @@ def p_value(drawn: np.ndarray, expected: np.ndarray) -> float:
     return float(stats.chisquare(observed, np.array(predicted) * (sum(observed) / sum(predicted))).pvalue)
 
 
-def check_distribution(drawn: np.ndarray, joint: np.ndarray) -> None:
+def check_distribution(drawn: np.ndarray, mixed: np.ndarray) -> None:
     """Each token by itself, and each with its successor."""
-    margins = [joint.sum((1, 2)), joint.sum((0, 2)), joint.sum((0, 1))]
+    margins = [mixed.sum((1, 2)), mixed.sum((0, 2)), mixed.sum((0, 1))]
     for at, margin in enumerate(margins):
         assert p_value(drawn[:, at], margin) > P_VALUE, at
-    for at, pairs in enumerate((joint.sum(2), joint.sum(0))):
+    for at, pairs in enumerate((mixed.sum(2), mixed.sum(0))):
         assert p_value(drawn[:, at] * VOCAB + drawn[:, at + 1], pairs.ravel()) > P_VALUE, at
 
 

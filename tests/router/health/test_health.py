@@ -34,7 +34,7 @@ from baton.router.health.health import (
 )
 from baton.router.health.outcomes import AWAITED_S
 from baton.router.nodes.node import Node
-from baton.router.requests.request import Attempt
+from baton.router.requests.attempt import Attempt
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import System
