@@ -40,7 +40,7 @@ class EntryNames(NamedTuple):
 ENTRY_POOLS = {  # by the kind of layer (`CompressedConfig.kinds`), and those of its indexer
     INDEX: EntryNames(INDEX, "index_inputs"),
     "sparse": EntryNames("sparse_entries", "sparse_inputs"),
-    "heavy": EntryNames("heavy_entries", "heavy_inputs"),
+    "heavy": EntryNames("heavy_entries", "heavy_sums"),
 }
 
 
