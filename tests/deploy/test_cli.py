@@ -153,7 +153,7 @@ def test_one_file_sets_all_commands(tmp_path: Path) -> None:
     assert "port = 81" in up
     decode = baton("decode", "--print-config", "--config", str(path)).stdout
     assert "max_running = 3" in decode
-    assert "page_size = 16" in decode, "[up] is for `baton up`"
+    assert "# page_size is not set" in decode, "[up] is for `baton up`"
 
 
 def test_the_router_command_imports_no_torch() -> None:

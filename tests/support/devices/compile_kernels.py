@@ -1,5 +1,5 @@
 """Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `picks`, `fp8`, `routes`,
-`experts`, `fp8_pages` or `delta`.
+`experts`, `fp8_pages`, `delta` or `entries`.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs.
@@ -340,10 +340,27 @@ def _delta() -> None:
     print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants, types, num_warps=4))
 
 
+def _entries() -> None:
+    from baton.kernels.entries import triton_compress, triton_sums
+
+    types = _TYPES | dict.fromkeys(("pages", "made", "sums", "bias", "frequencies"), "*fp32")
+    types |= {"tails": "*i64"} | dict.fromkeys(("arrivals", "slots", "seqs", "firsts", "ends"), "*i32")
+    both = {"RATE": 4, "WIDTH": 512, "PAIRS": 32, "PAGE_SIZE": 128, "NUM_KEPT": 24, "STRIDE": 512, "BLOCK": 64}
+    both |= {"BLOCK_P": 256, "DEPENDENT": True}
+    more = {"MAKES": True, "STORES": True, "COLUMNS": 1024, "STORED": 256, "BLOCK_R": 8, "BLOCK_S": 256}
+    print("compress", compiled_bytes(triton_compress._compress_kernel, both | more, types, num_warps=4))
+    of_sums = both | {"RATE": 128, "NUM_KEPT": 18, "AT_ONCE": 8}
+    for stores in (True, False):
+        constants = of_sums | {"STORES": stores}
+        print(f"sums {stores}", compiled_bytes(triton_sums._sums_kernel, constants, types, num_warps=2))
+    constants = {"WIDTH": 512, "PAGE_SIZE": 256, "NUM_KEPT": 18, "BLOCK": 1024, "DEPENDENT": True}
+    print("store", compiled_bytes(triton_sums._store_kernel, constants, types, num_warps=4))
+
+
 if __name__ == "__main__":
     if not IS_WHOLE:
         _end_when_bytes_are_known()
     groups = {"latents": _latents, "picks": _picks, "fp8": _fp8, "routes": _routes, "experts": _experts}
-    groups |= {"fp8_pages": _fp8_pages, "delta": _delta}
+    groups |= {"fp8_pages": _fp8_pages, "delta": _delta, "entries": _entries}
     for group in sys.argv[1:]:
         groups[group]()
