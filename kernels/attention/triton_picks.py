@@ -4,12 +4,12 @@ the formulas.
 `paged_index_scores` reads each tile of keys once for all tokens of a program, and multiplies it with one token's heads
 after the other. So a score has one order of summation, whatever else the forward holds.
 
-`paged_picks` of a long row takes three launches. One program per row finds a bound from a sample of its scores:
-somewhat more slots reach it than are wanted. Then many programs keep the slots that reach the bound, the candidates. At
-last one program per row holds all candidates in registers. It searches for the score from which on it takes slots: it
-counts the scores above a point between two bounds, and the point becomes one of the bounds. If there are too few or too
-many candidates, it reads the whole row instead, which is slow but gives the same choice. A short row needs the last
-launch alone. What is kept stays in the order of slots. There are no atomic operations.
+`paged_picks` of a long row takes two launches. First many programs find a bound, each from the same sample of the
+row's scores: somewhat more slots reach it than are wanted. They keep the slots that reach the bound, the candidates.
+Then one program per row holds all candidates in registers. It searches for the score from which on it takes slots: it
+counts the scores above two points between two bounds, and the points become bounds. If there are too few or too many
+candidates, it reads the whole row instead, which is slow but gives the same choice. A short row needs the last launch
+alone. What is kept stays in the order of slots. There are no atomic operations.
 
 The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold all launches.
 """
@@ -24,7 +24,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .. import gpu
 from .paged_plan import PagedPlan
 from .picks import PagedSight, PickedRows
 from .triton_attention import load_pages, num_sms, padded
@@ -44,9 +46,11 @@ _FEW = 8  # tokens per sequence: programs have one each, and keys that they shar
 _ROUND = _Tiles(1, 64, 5, 3)
 _PROMPT = _Tiles(16, 128, 3, 2)
 _SEQS = 32  # sequences that `tile_at` looks at in one step
-_WARPS = 8  # of a program that searches for a score
+_CANDIDATES_WARPS, _CHOICE_WARPS = 8, 16
 _NUM_PROGRAMS = 2  # that look for candidates, per multiprocessor
 _LEAST_PART = 2048  # slots of a program that looks for candidates
+_CHUNK = 4096  # slots that it holds at a time
+_GROUP = 4  # slots beside each other in a row's sample
 _MOST = 4096  # candidates of a row, of a row's sample also the least number
 _ALL = 4  # times as many slots are all candidates
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))  # the key of a slot that is not to be taken
@@ -213,78 +217,98 @@ def paged_picks(
     ends, seqs = sight.ends[tokens.start : tokens.stop], sight.seqs[tokens.start : tokens.stop]
     most = max(_MOST, triton.next_power_of_2(num_picks + num_picks // 2))
     assert most <= 1 << 14, f"{num_picks} picks are too many"  # engine/checkpoint refuses such models
-    slots = nums = None
-    run, num_parts, device = triton.next_power_of_2(num_slots), 0, scores.device
+    slots = keys = nums = None
+    run, num_parts, room, device = triton.next_power_of_2(num_slots), 1, 0, scores.device
+    dependent = False
     if num_slots > _ALL * most:
-        bounds = torch.empty((num,), dtype=torch.int32, device=device)
         sample = min(max(run // 16, most), 1 << 15)
-        _bounds_kernel[(num,)](bounds, scores, ends, num_slots, num_picks, most, SAMPLE=sample, num_warps=_WARPS)
         per_part = triton.cdiv(num_slots, max(1, _NUM_PROGRAMS * num_sms(device) // num))
-        part = min(max(triton.next_power_of_2(per_part), _LEAST_PART), most)
-        run, num_parts = most, triton.cdiv(num_slots, part)
-        slots = torch.empty((num, num_parts, part), dtype=torch.int32, device=device)
-        nums = torch.empty((num, num_parts), dtype=torch.int32, device=device)
-        _candidates_kernel[(num, num_parts)](slots, nums, scores, bounds, ends, num_slots, PART=part, num_warps=4)
+        part = max(triton.next_power_of_2(per_part), _LEAST_PART)
+        num_parts, room, run, dependent = triton.cdiv(num_slots, part), min(part, most), most, gpu.dependent_launch(num)
+        slots = torch.empty((num, num_parts, room), dtype=torch.int32, device=device)
+        keys, nums = torch.empty_like(slots), torch.empty((num, num_parts), dtype=torch.int32, device=device)
+        _candidates_kernel[(num, num_parts)](
+            slots, keys, nums, scores, ends, num_slots, num_picks, most, room,
+            SAMPLE=sample, GROUP=_GROUP, PART=part, CHUNK=min(part, _CHUNK), DEPENDENT=dependent,
+            num_warps=_CANDIDATES_WARPS, launch_pdl=dependent,
+        )  # fmt: skip
     _choice_kernel[(num,)](
-        out.rows[tokens.start :], out.counts[tokens.start :], scores, slots, nums, ends, seqs, plan.block_table,
-        num_slots, num_picks, num_parts, 0 if slots is None else slots.shape[2], plan.block_table.stride(0),
-        PAGE_SIZE=page_size, RUN=run, LEVELS=int(num_parts).bit_length(), num_warps=_WARPS,
+        out.rows[tokens.start :], out.counts[tokens.start :], scores, slots, keys, nums, ends, seqs, plan.block_table,
+        num_slots, num_picks, num_parts, room, plan.block_table.stride(0),
+        PAGE_SIZE=page_size, RUN=run, LEVELS=(num_parts - 1).bit_length(), DEPENDENT=dependent,
+        num_warps=_CHOICE_WARPS, launch_pdl=dependent,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("num_slots", "num_picks", "most"))
-def _bounds_kernel(
-    bounds_ptr,  # [num_rows] int32, keys, written
+@triton.jit(do_not_specialize=("num_slots", "num_picks", "most", "room"))
+def _candidates_kernel(
+    slots_ptr,  # [num_rows, num_parts, room] int32, written: the candidates of a part, in ascending order
+    keys_ptr,  # like slots_ptr, written: their keys
+    nums_ptr,  # [num_rows, num_parts] int32, of candidates, written; those above `room` are not in the lists
     scores_ptr,  # [num_rows, num_slots] float32
     ends_ptr,  # [num_rows] int32
     num_slots,
     num_picks,
     most,  # candidates of a row that the choice can hold
+    room,
     SAMPLE: tl.constexpr,
-):
-    """Grid: (num_rows,). Write the key that somewhat more slots of a row reach than `num_picks`, if the row is like its
-    sample. A row of at most `most` slots gets the least key."""
-    row = tl.program_id(0)
-    end = tl.load(ends_ptr + row)
-    bound = _LEAST
-    if end > most:
-        spots = tl.arange(0, SAMPLE)
-        stride = tl.maximum(end // SAMPLE, 1).to(tl.uint32)  # a hash of the spot chooses one of as many slots
-        slots = spots.to(tl.int64) * end // SAMPLE + ((spots.to(tl.uint32) * 2654435761 >> 9) % stride).to(tl.int64)
-        wanted = num_picks * (SAMPLE / end)
-        least = (wanted + 4.5 * tl.sqrt(wanted)).to(tl.int32) + 4
-        keys = _keys(scores_ptr + row.to(tl.int64) * num_slots, slots.to(tl.int32), end)
-        bound = _threshold(keys, least, least + least // 16)
-    tl.store(bounds_ptr + row, bound)
-
-
-@triton.jit(do_not_specialize=("num_slots",))
-def _candidates_kernel(
-    slots_ptr,  # [num_rows, num_parts, PART] int32, written: the candidates of a part, in ascending order
-    nums_ptr,  # [num_rows, num_parts] int32, of candidates, written
-    scores_ptr,  # [num_rows, num_slots] float32
-    bounds_ptr,  # [num_rows] int32, keys
-    ends_ptr,  # [num_rows] int32
-    num_slots,
+    GROUP: tl.constexpr,  # slots beside each other in the sample
     PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Grid: (num_rows, num_parts). Keep those of PART slots of a row whose keys reach its bound."""
+    """Grid: (num_rows, num_parts). Keep those of PART slots of a row whose keys reach its bound. All programs of a row
+    find the same bound. In a row of at most `most` slots all are candidates."""
     row, part = tl.program_id(0), tl.program_id(1)
     place = row.to(tl.int64) * tl.num_programs(1) + part
-    end, bound = tl.load(ends_ptr + row), tl.load(bounds_ptr + row)
-    slots = part * PART + tl.arange(0, PART)
-    keys = _keys(scores_ptr + row.to(tl.int64) * num_slots, slots, end)
-    is_taken = ((keys >= bound) & (keys != _LEAST)).to(tl.int32)
-    tl.store(slots_ptr + place * PART + tl.cumsum(is_taken, 0) - 1, slots, mask=is_taken != 0)
-    tl.store(nums_ptr + place, tl.sum(is_taken, 0))
+    end = tl.load(ends_ptr + row)
+    scores_ptr += row.to(tl.int64) * num_slots
+    slots_ptr, keys_ptr = slots_ptr + place * room, keys_ptr + place * room
+    begin = part * PART
+    stop = tl.minimum(begin + PART, end)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    columns = tl.arange(0, CHUNK)
+    keys = _keys(scores_ptr, begin + columns, stop)  # loaded while the bound is sought
+    bound, num = _LEAST + 1, 0
+    if end > most:
+        bound = _bound(scores_ptr, end, num_picks, SAMPLE, GROUP)
+    for first in range(begin, stop, CHUNK):
+        slots = first + columns
+        next_keys = _keys(scores_ptr, slots + CHUNK, stop)
+        is_taken = keys >= bound
+        order = num + tl.cumsum(is_taken.to(tl.int32), 0) - 1
+        tl.store(slots_ptr + order, slots, mask=is_taken & (order < room))
+        tl.store(keys_ptr + order, keys, mask=is_taken & (order < room))
+        num += tl.sum(is_taken.to(tl.int32), 0)
+        keys = next_keys
+    tl.store(nums_ptr + place, num)
 
 
-@triton.jit(do_not_specialize=("num_slots", "num_picks", "num_parts", "part_size", "table_stride"))
+@triton.jit
+def _bound(scores_ptr, end, num_picks, SAMPLE: tl.constexpr, GROUP: tl.constexpr):
+    """Return the key that somewhat more slots of a row reach than `num_picks`, if the row is like its sample."""
+    groups = tl.arange(0, SAMPLE // GROUP)
+    num_groups = end // GROUP
+    stride = tl.maximum(num_groups // (SAMPLE // GROUP), 1).to(tl.uint32)  # a hash chooses one of as many groups
+    group = (groups.to(tl.int64) * num_groups // (SAMPLE // GROUP)).to(tl.int32)
+    group += ((groups.to(tl.uint32) * 2654435761 >> 9) % stride).to(tl.int32)
+    slots = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    wanted = num_picks * (SAMPLE / end)
+    least = (wanted + 4.5 * tl.sqrt(wanted)).to(tl.int32) + 4
+    keys = tl.reshape(_keys(scores_ptr, slots, end), [SAMPLE], can_reorder=True)
+    threshold, _ = _threshold(keys, least, least + least // 16)
+    return tl.maximum(threshold, _LEAST + 1)
+
+
+@triton.jit(do_not_specialize=("num_slots", "num_picks", "num_parts", "room", "table_stride"))
 def _choice_kernel(
     rows_ptr,  # [num_rows, num_picks] int64, written
     counts_ptr,  # [num_rows] int64, written
     scores_ptr,  # [num_rows, num_slots] float32
-    slots_ptr,  # [num_rows, num_parts, part_size] int32, candidates; None: all slots
+    slots_ptr,  # [num_rows, num_parts, room] int32, candidates; None: all slots
+    keys_ptr,  # like slots_ptr, their keys
     nums_ptr,  # [num_rows, num_parts] int32, of candidates
     ends_ptr,  # [num_rows] int32
     seqs_ptr,  # [num_rows] int32
@@ -292,11 +316,12 @@ def _choice_kernel(
     num_slots,
     num_picks,
     num_parts,
-    part_size,
+    room,
     table_stride,
     PAGE_SIZE: tl.constexpr,
     RUN: tl.constexpr,
     LEVELS: tl.constexpr,  # 2**LEVELS parts at most
+    DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_rows,). Write the rows of the best `num_picks` slots of a row, of equal ones the lowest slots."""
     row = tl.program_id(0)
@@ -305,90 +330,133 @@ def _choice_kernel(
     rows_ptr += row.to(tl.int64) * num_picks
     table_ptr += tl.load(seqs_ptr + row).to(tl.int64) * table_stride
     places = tl.arange(0, RUN)
+    if DEPENDENT:
+        gdc_wait()
     if slots_ptr is None:
-        slots, num, is_enough = places, end, True
+        slots, is_enough = places, True
+        keys = _keys(scores_ptr, slots, end)
     else:
-        parts = tl.arange(0, 2**LEVELS)
-        nums = tl.load(nums_ptr + row * num_parts + parts, mask=parts < num_parts, other=0)
-        num = tl.sum(nums, 0)
-        stops = tl.cumsum(nums, 0)
-        part = _part_of(places, stops, LEVELS)  # the part that the candidate of a place is from
-        first = (row.to(tl.int64) * num_parts + part) * part_size
-        behind = places - tl.gather(stops - nums, part, 0)
-        slots = tl.load(slots_ptr + first + behind, mask=places < num, other=0)
+        first = row.to(tl.int64) * num_parts
+        at, num = _candidates(nums_ptr + first, places, num_parts, room, LEVELS)
+        is_candidate = places < num
         is_enough = (num <= RUN) & ((num >= num_picks) | (end <= RUN))
+        slots = tl.load(slots_ptr + first * room + at, mask=is_candidate & is_enough, other=0)
+        keys = tl.load(keys_ptr + first * room + at, mask=is_candidate & is_enough, other=_LEAST)
     if is_enough:
-        keys = tl.where(places < num, _keys(scores_ptr, slots, end), _LEAST)
-        threshold = _threshold(keys, num_picks, num_picks)
-        num_above = tl.sum((keys > threshold).to(tl.int32), 0)
-        count, _ = _write(rows_ptr, table_ptr, keys, slots, threshold, 0, num_picks - num_above, PAGE_SIZE)
+        if slots_ptr is not None:  # while the threshold is sought
+            pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=is_candidate, other=0)
+        threshold, num_level = _threshold(keys, num_picks, num_picks)
+        if slots_ptr is None:
+            pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=keys >= threshold, other=0)
+        count, _ = _write(rows_ptr, keys, slots, pages, threshold, 0, num_level, PAGE_SIZE)
     else:  # the row is not like its sample
-        threshold, num_above = _threshold_of_row(scores_ptr, end, num_picks, RUN)
-        count, num_level = 0, num_picks - num_above
+        threshold, num_level = _threshold_of_row(scores_ptr, end, num_picks, RUN)
+        count = 0
         for begin in range(0, end, RUN):
             keys = _keys(scores_ptr, begin + places, end)
-            count, num_level = _write(rows_ptr, table_ptr, keys, begin + places, threshold, count, num_level, PAGE_SIZE)
+            pages = tl.load(table_ptr + (begin + places) // PAGE_SIZE, mask=keys >= threshold, other=0)
+            count, num_level = _write(
+                rows_ptr, keys, begin + places, pages, threshold, count, num_level, PAGE_SIZE
+            )  # fmt: skip
     tl.store(counts_ptr + row, count.to(tl.int64))
 
 
 @triton.jit
-def _part_of(places, stops, LEVELS: tl.constexpr):
-    """Return how many of the ascending numbers `stops` [2**LEVELS] are not above each place, without the last one."""
-    part = tl.zeros_like(places)
+def _candidates(nums_ptr, places, num_parts, room, LEVELS: tl.constexpr):
+    """Return where the candidate of each place lies in the lists of its row, and how many candidates a row has."""
+    parts = tl.arange(0, 2**LEVELS)
+    nums = tl.load(nums_ptr + parts, mask=parts < num_parts, other=0)
+    stops = tl.cumsum(nums, 0)
+    part, start = tl.zeros_like(places), tl.zeros_like(places)  # parts whose stops are not above a place
     for level in tl.static_range(LEVELS):
         step = 1 << (LEVELS - 1 - level)
-        part = tl.where(tl.gather(stops, part + (step - 1), 0) <= places, part + step, part)
-    return part
+        stop = tl.gather(stops, part + (step - 1), 0)
+        part, start = tl.where(stop <= places, part + step, part), tl.where(stop <= places, stop, start)
+    return part * room + places - start, tl.sum(nums, 0)
 
 
 @triton.jit
-def _write(rows_ptr, table_ptr, keys, slots, threshold, count, num_level, PAGE_SIZE: tl.constexpr):
+def _write(rows_ptr, keys, slots, pages, threshold, count, num_level, PAGE_SIZE: tl.constexpr):
     """Write the rows of keys above the threshold, and of the first `num_level` keys equal to it, behind `count` rows.
     Return how many rows there are then, and how many equal keys are left to write."""
-    is_above, is_level = keys > threshold, (keys == threshold) & (keys != _LEAST)
-    both = tl.cumsum(is_above.to(tl.int32) | (is_level.to(tl.int32) << 16), 0)  # at most 2^15 keys
-    levels = (both >> 16) & 65535
+    is_above, is_level = keys > threshold, keys == threshold
+    either = is_above.to(tl.int32) | (is_level.to(tl.int32) << 16)  # at most 2^14 keys
+    both, nums = tl.cumsum(either, 0), tl.sum(either, 0)
+    levels = both >> 16
     is_taken = is_above | (is_level & (levels <= num_level))
     order = count + (both & 65535) + tl.minimum(levels, num_level) - 1
-    pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=is_taken, other=0)
     tl.store(rows_ptr + order, pages * PAGE_SIZE + slots % PAGE_SIZE, mask=is_taken)
-    levels_taken = tl.minimum(tl.sum(is_level.to(tl.int32), 0), num_level)
-    return count + tl.sum(is_above.to(tl.int32), 0) + levels_taken, num_level - levels_taken
+    levels_taken = tl.minimum(nums >> 16, num_level)
+    return count + (nums & 65535) + levels_taken, num_level - levels_taken
 
 
 @triton.jit
 def _threshold(keys, num_picks, most):
     """Return a key that at least `num_picks` keys reach, and if possible at most `most`. It is the least one if there
-    are no more keys."""
-    is_key = keys != _LEAST
-    num_low, num_high = tl.sum(is_key.to(tl.int32), 0), 0
-    low = tl.min(tl.where(is_key, keys, 2147483647), 0).to(tl.int64)  # `num_low` keys reach it
+    are no more keys. Also return how many of the keys equal to it are among the first `num_picks`, or more than all if
+    all are."""
+    num_low, num_high = tl.sum((keys != _LEAST).to(tl.int32), 0), 0
+    low = tl.min(tl.where(keys != _LEAST, keys, 2147483647), 0).to(tl.int64)  # `num_low` keys reach it
     high = tl.max(keys, 0).to(tl.int64) + 1  # `num_high` keys reach it, too few
-    step = 0
     while (num_low > most) & (high - low > 1):
-        share = tl.where(step % 2 == 0, (num_low - (num_picks + most) // 2) / (num_low - num_high), 0.5)
-        middle = tl.minimum(tl.maximum(low + ((high - low).to(tl.float32) * share).to(tl.int64), low + 1), high - 1)
-        num = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-        is_low = num >= num_picks
-        low, num_low = tl.where(is_low, middle, low), tl.where(is_low, num, num_low)
-        high, num_high = tl.where(is_low, high, middle), tl.where(is_low, num_high, num)
-        step += 1
-    return low.to(tl.int32)
+        first, second = _points(low, high, num_low, num_high, (num_picks + most) // 2)
+        nums = tl.sum(_reached(keys, first, second), 0)
+        low, high, num_low, num_high = _narrow(
+            low, high, num_low, num_high, first, second, nums & 65535, nums >> 16, num_picks
+        )  # fmt: skip
+    return low.to(tl.int32), tl.where(num_low > num_picks, num_picks - num_high, num_low)
+
+
+@triton.jit
+def _points(low, high, num_low, num_high, num):
+    """Return two keys above `low` and below `high`, in ascending order: the middle, and where `num` keys would be if
+    they were evenly spread."""
+    share = (num_low - num) / (num_low - num_high)
+    near = tl.minimum(tl.maximum(low + ((high - low).to(tl.float32) * share).to(tl.int64), low + 1), high - 1)
+    middle = (low + high) >> 1
+    return tl.minimum(near, middle), tl.maximum(near, middle)
+
+
+@triton.jit
+def _reached(keys, first, second):
+    """Return 1 for each key that reaches `first`, and 2^16 more if it reaches `second` too."""
+    return tl.where(keys >= second.to(tl.int32), 65537, (keys >= first.to(tl.int32)).to(tl.int32))
+
+
+@triton.jit
+def _narrow(low, high, num_low, num_high, first, second, num_first, num_second, num_picks):
+    """Return the bounds and how many keys reach them, when so many reach two points between them."""
+    is_first, is_second = num_first >= num_picks, num_second >= num_picks
+    new_low = tl.where(is_second, second, tl.where(is_first, first, low))
+    new_num_low = tl.where(is_second, num_second, tl.where(is_first, num_first, num_low))
+    new_high = tl.where(is_second, high, tl.where(is_first, second, first))
+    new_num_high = tl.where(is_second, num_high, tl.where(is_first, num_second, num_first))
+    return new_low, new_high, new_num_low, new_num_high
 
 
 @triton.jit
 def _threshold_of_row(scores_ptr, end, num_picks, RUN: tl.constexpr):
-    """Return the highest key that at least `num_picks` slots of a row reach, else _LEAST, and how many are above it."""
-    low, high, num_high = tl.full((), _LEAST, tl.int64), tl.full((), 2147483648, tl.int64), 0
-    while high - low > 1:
-        middle, num = (low + high) >> 1, 0
-        for begin in range(0, end, RUN):
-            keys = _keys(scores_ptr, begin + tl.arange(0, RUN), end)
-            num += tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-        is_low = num >= num_picks
-        low, high = tl.where(is_low, middle, low), tl.where(is_low, high, middle)
-        num_high = tl.where(is_low, num_high, num)
-    return low.to(tl.int32), num_high
+    """Return what `_threshold` returns for the keys of all slots of a row, which has more than `num_picks`."""
+    low, high = tl.full((), _LEAST + 1, tl.int64), tl.full((), 2147483647, tl.int64)  # the key of infinity is lower
+    num_low, num_high = _count(scores_ptr, end, low, high, RUN)
+    while (num_low > num_picks) & (high - low > 1):
+        first, second = _points(low, high, num_low, num_high, num_picks)
+        num_first, num_second = _count(scores_ptr, end, first, second, RUN)
+        low, high, num_low, num_high = _narrow(
+            low, high, num_low, num_high, first, second, num_first, num_second, num_picks
+        )  # fmt: skip
+    return low.to(tl.int32), tl.where(num_low > num_picks, num_picks - num_high, num_low)
+
+
+@triton.jit
+def _count(scores_ptr, end, first, second, RUN: tl.constexpr):
+    """Return how many keys of a row reach each of two points."""
+    num_first, num_second = 0, 0
+    for begin in range(0, end, RUN):
+        reached = _reached(_keys(scores_ptr, begin + tl.arange(0, RUN), end), first, second)
+        nums = tl.sum(reached, 0)
+        num_first, num_second = num_first + (nums & 65535), num_second + (nums >> 16)
+    return num_first, num_second
 
 
 @triton.jit
