@@ -50,9 +50,8 @@ _CANDIDATES_WARPS, _CHOICE_WARPS = 8, 16
 _NUM_PROGRAMS = 2  # that look for candidates, per multiprocessor
 _LEAST_PART = 2048  # slots of a program that looks for candidates
 _CHUNK = 4096  # slots that it holds at a time
-_GROUP = 4  # slots beside each other in a row's sample
 _MOST = 4096  # candidates of a row, of a row's sample also the least number
-_ALL = 4  # times as many slots are all candidates
+_ALL = 2  # times as many slots are all candidates
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))  # the key of a slot that is not to be taken
 
 
@@ -218,8 +217,8 @@ def paged_picks(
     most = max(_MOST, triton.next_power_of_2(num_picks + num_picks // 2))
     assert most <= 1 << 14, f"{num_picks} picks are too many"  # engine/checkpoint refuses such models
     slots = keys = nums = None
-    run, num_parts, room, device = triton.next_power_of_2(num_slots), 1, 0, scores.device
-    dependent = False
+    run, num_parts, room, device = max(16, triton.next_power_of_2(num_slots)), 1, 0, scores.device
+    dependent, are_fours = False, num_slots % 4 == 0
     if num_slots > _ALL * most:
         sample = min(max(run // 16, most), 1 << 15)
         per_part = triton.cdiv(num_slots, max(1, _NUM_PROGRAMS * num_sms(device) // num))
@@ -228,33 +227,33 @@ def paged_picks(
         slots = torch.empty((num, num_parts, room), dtype=torch.int32, device=device)
         keys, nums = torch.empty_like(slots), torch.empty((num, num_parts), dtype=torch.int32, device=device)
         _candidates_kernel[(num, num_parts)](
-            slots, keys, nums, scores, ends, num_slots, num_picks, most, room,
-            SAMPLE=sample, GROUP=_GROUP, PART=part, CHUNK=min(part, _CHUNK), DEPENDENT=dependent,
+            slots, keys, nums, scores, ends, num_slots, num_picks, most,
+            SAMPLE=sample, PART=part, CHUNK=min(part, _CHUNK), ROOM=room, ARE_FOURS=are_fours, DEPENDENT=dependent,
             num_warps=_CANDIDATES_WARPS, launch_pdl=dependent,
         )  # fmt: skip
     _choice_kernel[(num,)](
         out.rows[tokens.start :], out.counts[tokens.start :], scores, slots, keys, nums, ends, seqs, plan.block_table,
-        num_slots, num_picks, num_parts, room, plan.block_table.stride(0),
-        PAGE_SIZE=page_size, RUN=run, LEVELS=(num_parts - 1).bit_length(), DEPENDENT=dependent,
-        num_warps=_CHOICE_WARPS, launch_pdl=dependent,
+        num_slots, num_picks, num_parts, plan.block_table.stride(0),
+        PAGE_SIZE=page_size, RUN=run, ROOM=room, LEVELS=(num_parts - 1).bit_length(), ARE_FOURS=are_fours,
+        DEPENDENT=dependent, num_warps=_CHOICE_WARPS, launch_pdl=dependent,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("num_slots", "num_picks", "most", "room"))
+@triton.jit(do_not_specialize=("num_slots", "num_picks", "most"))
 def _candidates_kernel(
-    slots_ptr,  # [num_rows, num_parts, room] int32, written: the candidates of a part, in ascending order
-    keys_ptr,  # like slots_ptr, written: their keys
-    nums_ptr,  # [num_rows, num_parts] int32, of candidates, written; those above `room` are not in the lists
+    slots_ptr,  # [num_rows, num_parts, ROOM] int32, written: the candidates of a part, in ascending order
+    keys_ptr,  # like slots_ptr, written: their keys, and then _LEAST up to a multiple of 4
+    nums_ptr,  # [num_rows, num_parts] int32, of candidates, written; those above ROOM are not in the lists
     scores_ptr,  # [num_rows, num_slots] float32
     ends_ptr,  # [num_rows] int32
     num_slots,
     num_picks,
     most,  # candidates of a row that the choice can hold
-    room,
     SAMPLE: tl.constexpr,
-    GROUP: tl.constexpr,  # slots beside each other in the sample
     PART: tl.constexpr,
     CHUNK: tl.constexpr,
+    ROOM: tl.constexpr,
+    ARE_FOURS: tl.constexpr,  # num_slots is a multiple of 4
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_rows, num_parts). Keep those of PART slots of a row whose keys reach its bound. All programs of a row
@@ -262,52 +261,54 @@ def _candidates_kernel(
     row, part = tl.program_id(0), tl.program_id(1)
     place = row.to(tl.int64) * tl.num_programs(1) + part
     end = tl.load(ends_ptr + row)
-    scores_ptr += row.to(tl.int64) * num_slots
-    slots_ptr, keys_ptr = slots_ptr + place * room, keys_ptr + place * room
+    scores_ptr += _first(row, num_slots, ARE_FOURS)
+    slots_ptr, keys_ptr = slots_ptr + place * ROOM, keys_ptr + place * ROOM
     begin = part * PART
     stop = tl.minimum(begin + PART, end)
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    columns = tl.arange(0, CHUNK)
-    keys = _keys(scores_ptr, begin + columns, stop)  # loaded while the bound is sought
+    fours = begin // 4 + tl.arange(0, CHUNK // 4)
+    keys = _keys(scores_ptr, fours, stop, ARE_FOURS)  # loaded while the bound is sought
     bound, num = _LEAST + 1, 0
     if end > most:
-        bound = _bound(scores_ptr, end, num_picks, SAMPLE, GROUP)
-    for first in range(begin, stop, CHUNK):
-        slots = first + columns
-        next_keys = _keys(scores_ptr, slots + CHUNK, stop)
+        bound = _bound(scores_ptr, end, num_picks, SAMPLE, ARE_FOURS)
+    for first in range(0, stop - begin, CHUNK):
+        slots = _fours(fours + first // 4)
+        next_keys = _keys(scores_ptr, fours + (first + CHUNK) // 4, stop, ARE_FOURS)
         is_taken = keys >= bound
-        order = num + tl.cumsum(is_taken.to(tl.int32), 0) - 1
-        tl.store(slots_ptr + order, slots, mask=is_taken & (order < room))
-        tl.store(keys_ptr + order, keys, mask=is_taken & (order < room))
-        num += tl.sum(is_taken.to(tl.int32), 0)
+        ranks, num_taken = _ranks(is_taken.to(tl.int32))
+        order = num + ranks - 1
+        tl.store(slots_ptr + order, slots, mask=is_taken & (order < ROOM))
+        tl.store(keys_ptr + order, keys, mask=is_taken & (order < ROOM))
+        num += num_taken
         keys = next_keys
+    behind = num + tl.arange(0, 4)
+    tl.store(keys_ptr + behind, tl.full((4,), _LEAST, tl.int32), mask=behind < tl.minimum((num + 3) // 4 * 4, ROOM))
     tl.store(nums_ptr + place, num)
 
 
 @triton.jit
-def _bound(scores_ptr, end, num_picks, SAMPLE: tl.constexpr, GROUP: tl.constexpr):
-    """Return the key that somewhat more slots of a row reach than `num_picks`, if the row is like its sample."""
-    groups = tl.arange(0, SAMPLE // GROUP)
-    num_groups = end // GROUP
-    stride = tl.maximum(num_groups // (SAMPLE // GROUP), 1).to(tl.uint32)  # a hash chooses one of as many groups
-    group = (groups.to(tl.int64) * num_groups // (SAMPLE // GROUP)).to(tl.int32)
+def _bound(scores_ptr, end, num_picks, SAMPLE: tl.constexpr, ARE_FOURS: tl.constexpr):
+    """Return the key that somewhat more slots of a row reach than `num_picks`, if the row is like its sample: groups of
+    four slots."""
+    groups, num_groups = tl.arange(0, SAMPLE // 4), end // 4
+    stride = tl.maximum(num_groups // (SAMPLE // 4), 1).to(tl.uint32)  # a hash chooses one of as many groups
+    group = (groups.to(tl.int64) * num_groups // (SAMPLE // 4)).to(tl.int32)
     group += ((groups.to(tl.uint32) * 2654435761 >> 9) % stride).to(tl.int32)
-    slots = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     wanted = num_picks * (SAMPLE / end)
     least = (wanted + 4.5 * tl.sqrt(wanted)).to(tl.int32) + 4
-    keys = tl.reshape(_keys(scores_ptr, slots, end), [SAMPLE], can_reorder=True)
-    threshold, _ = _threshold(keys, least, least + least // 16)
+    keys = _keys(scores_ptr, group, end, ARE_FOURS)
+    threshold, _ = _threshold(keys, _sum(keys != _LEAST), least, least + least // 16)
     return tl.maximum(threshold, _LEAST + 1)
 
 
-@triton.jit(do_not_specialize=("num_slots", "num_picks", "num_parts", "room", "table_stride"))
+@triton.jit(do_not_specialize=("num_slots", "num_picks", "num_parts", "table_stride"))
 def _choice_kernel(
     rows_ptr,  # [num_rows, num_picks] int64, written
     counts_ptr,  # [num_rows] int64, written
     scores_ptr,  # [num_rows, num_slots] float32
-    slots_ptr,  # [num_rows, num_parts, room] int32, candidates; None: all slots
+    slots_ptr,  # [num_rows, num_parts, ROOM] int32, candidates; None: all slots
     keys_ptr,  # like slots_ptr, their keys
     nums_ptr,  # [num_rows, num_parts] int32, of candidates
     ends_ptr,  # [num_rows] int32
@@ -316,63 +317,91 @@ def _choice_kernel(
     num_slots,
     num_picks,
     num_parts,
-    room,
     table_stride,
     PAGE_SIZE: tl.constexpr,
     RUN: tl.constexpr,
+    ROOM: tl.constexpr,
     LEVELS: tl.constexpr,  # 2**LEVELS parts at most
+    ARE_FOURS: tl.constexpr,  # num_slots is a multiple of 4
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_rows,). Write the rows of the best `num_picks` slots of a row, of equal ones the lowest slots."""
     row = tl.program_id(0)
     end = tl.load(ends_ptr + row)
-    scores_ptr += row.to(tl.int64) * num_slots
+    scores_ptr += _first(row, num_slots, ARE_FOURS)
     rows_ptr += row.to(tl.int64) * num_picks
     table_ptr += tl.load(seqs_ptr + row).to(tl.int64) * table_stride
-    places = tl.arange(0, RUN)
+    fours = tl.arange(0, RUN // 4)
     if DEPENDENT:
         gdc_wait()
     if slots_ptr is None:
-        slots, is_enough = places, True
-        keys = _keys(scores_ptr, slots, end)
+        slots, is_enough = _fours(fours), True
+        keys = _keys(scores_ptr, fours, end, ARE_FOURS)
+        num = _sum(keys != _LEAST)
     else:
         first = row.to(tl.int64) * num_parts
-        at, num = _candidates(nums_ptr + first, places, num_parts, room, LEVELS)
-        is_candidate = places < num
-        is_enough = (num <= RUN) & ((num >= num_picks) | (end <= RUN))
-        slots = tl.load(slots_ptr + first * room + at, mask=is_candidate & is_enough, other=0)
-        keys = tl.load(keys_ptr + first * room + at, mask=is_candidate & is_enough, other=_LEAST)
+        four, num_fours, num = _lists(nums_ptr + first, fours, num_parts, ROOM, LEVELS)
+        is_enough = (num_fours * 4 <= RUN) & ((num >= num_picks) | (end <= RUN))
+        is_there = ((fours < num_fours) & is_enough)[:, None]
+        slots = tl.load(slots_ptr + first * ROOM + _fours(four), mask=is_there, other=0)
+        keys = tl.load(keys_ptr + first * ROOM + _fours(four), mask=is_there, other=_LEAST)
     if is_enough:
         if slots_ptr is not None:  # while the threshold is sought
-            pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=is_candidate, other=0)
-        threshold, num_level = _threshold(keys, num_picks, num_picks)
+            pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=keys != _LEAST, other=0)
+        threshold, num_level = _threshold(keys, num, num_picks, num_picks)
         if slots_ptr is None:
             pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=keys >= threshold, other=0)
-        count, _ = _write(rows_ptr, keys, slots, pages, threshold, 0, num_level, PAGE_SIZE)
+        _write(rows_ptr, keys, slots, pages, threshold, 0, num_level, PAGE_SIZE)
+        count = tl.minimum(num, num_picks)
     else:  # the row is not like its sample
-        threshold, num_level = _threshold_of_row(scores_ptr, end, num_picks, RUN)
+        threshold, num_level = _threshold_of_row(scores_ptr, end, num_picks, RUN, ARE_FOURS)
         count = 0
         for begin in range(0, end, RUN):
-            keys = _keys(scores_ptr, begin + places, end)
-            pages = tl.load(table_ptr + (begin + places) // PAGE_SIZE, mask=keys >= threshold, other=0)
-            count, num_level = _write(
-                rows_ptr, keys, begin + places, pages, threshold, count, num_level, PAGE_SIZE
-            )  # fmt: skip
+            slots, keys = _fours(begin // 4 + fours), _keys(scores_ptr, begin // 4 + fours, end, ARE_FOURS)
+            pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=keys >= threshold, other=0)
+            count, num_level = _write(rows_ptr, keys, slots, pages, threshold, count, num_level, PAGE_SIZE)
     tl.store(counts_ptr + row, count.to(tl.int64))
 
 
 @triton.jit
-def _candidates(nums_ptr, places, num_parts, room, LEVELS: tl.constexpr):
-    """Return where the candidate of each place lies in the lists of its row, and how many candidates a row has."""
+def _fours(firsts):
+    """Return the places of groups of four, [num_groups, 4], which a program reads at once."""
+    return firsts[:, None] * 4 + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def _first(row, num_slots, ARE_FOURS: tl.constexpr):
+    """Return where the scores of a row begin."""
+    return row.to(tl.int64) * (num_slots // 4 * 4 if ARE_FOURS else num_slots)
+
+
+@triton.jit
+def _sum(each):
+    """Return the sum of [num_groups, 4]."""
+    return tl.sum(tl.sum(each.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _lists(nums_ptr, fours, num_parts, ROOM: tl.constexpr, LEVELS: tl.constexpr):
+    """Return where each four of candidates lies in the lists of its row, and how many fours and candidates there
+    are."""
     parts = tl.arange(0, 2**LEVELS)
     nums = tl.load(nums_ptr + parts, mask=parts < num_parts, other=0)
-    stops = tl.cumsum(nums, 0)
-    part, start = tl.zeros_like(places), tl.zeros_like(places)  # parts whose stops are not above a place
+    num_fours = (nums + 3) // 4
+    stops = tl.cumsum(num_fours, 0)
+    part, start = tl.zeros_like(fours), tl.zeros_like(fours)  # parts whose stops are not above a four
     for level in tl.static_range(LEVELS):
         step = 1 << (LEVELS - 1 - level)
         stop = tl.gather(stops, part + (step - 1), 0)
-        part, start = tl.where(stop <= places, part + step, part), tl.where(stop <= places, stop, start)
-    return part * room + places - start, tl.sum(nums, 0)
+        part, start = tl.where(stop <= fours, part + step, part), tl.where(stop <= fours, stop, start)
+    return part * (ROOM // 4) + fours - start, tl.sum(num_fours, 0), tl.sum(nums, 0)
+
+
+@triton.jit
+def _ranks(flags):
+    """Return the sums of [num_groups, 4] up to each place, and of all."""
+    of_fours = tl.sum(flags, 1)
+    return tl.cumsum(flags, 1) + (tl.cumsum(of_fours, 0) - of_fours)[:, None], tl.sum(of_fours, 0)
 
 
 @triton.jit
@@ -381,7 +410,7 @@ def _write(rows_ptr, keys, slots, pages, threshold, count, num_level, PAGE_SIZE:
     Return how many rows there are then, and how many equal keys are left to write."""
     is_above, is_level = keys > threshold, keys == threshold
     either = is_above.to(tl.int32) | (is_level.to(tl.int32) << 16)  # at most 2^14 keys
-    both, nums = tl.cumsum(either, 0), tl.sum(either, 0)
+    both, nums = _ranks(either)
     levels = both >> 16
     is_taken = is_above | (is_level & (levels <= num_level))
     order = count + (both & 65535) + tl.minimum(levels, num_level) - 1
@@ -391,16 +420,17 @@ def _write(rows_ptr, keys, slots, pages, threshold, count, num_level, PAGE_SIZE:
 
 
 @triton.jit
-def _threshold(keys, num_picks, most):
-    """Return a key that at least `num_picks` keys reach, and if possible at most `most`. It is the least one if there
-    are no more keys. Also return how many of the keys equal to it are among the first `num_picks`, or more than all if
-    all are."""
-    num_low, num_high = tl.sum((keys != _LEAST).to(tl.int32), 0), 0
-    low = tl.min(tl.where(keys != _LEAST, keys, 2147483647), 0).to(tl.int64)  # `num_low` keys reach it
-    high = tl.max(keys, 0).to(tl.int64) + 1  # `num_high` keys reach it, too few
+def _threshold(keys, num, num_picks, most):
+    """Return a key that at least `num_picks` of `num` keys reach, and if possible at most `most`. It is the least one
+    if there are no more keys. Also return how many of the keys equal to it are among the first `num_picks`, or more
+    than all if all are."""
+    num_low, num_high = num, 0
+    down = tl.where(keys != _LEAST, ~keys, _LEAST)
+    lowest, highest = tl.split(tl.max(tl.max(tl.join(down, keys), 1), 0))
+    low, high = (~lowest).to(tl.int64), highest.to(tl.int64) + 1  # so many keys reach them, too few the second
     while (num_low > most) & (high - low > 1):
         first, second = _points(low, high, num_low, num_high, (num_picks + most) // 2)
-        nums = tl.sum(_reached(keys, first, second), 0)
+        nums = tl.sum(tl.sum(_reached(keys, first, second), 1), 0)
         low, high, num_low, num_high = _narrow(
             low, high, num_low, num_high, first, second, nums & 65535, nums >> 16, num_picks
         )  # fmt: skip
@@ -435,13 +465,13 @@ def _narrow(low, high, num_low, num_high, first, second, num_first, num_second, 
 
 
 @triton.jit
-def _threshold_of_row(scores_ptr, end, num_picks, RUN: tl.constexpr):
+def _threshold_of_row(scores_ptr, end, num_picks, RUN: tl.constexpr, ARE_FOURS: tl.constexpr):
     """Return what `_threshold` returns for the keys of all slots of a row, which has more than `num_picks`."""
     low, high = tl.full((), _LEAST + 1, tl.int64), tl.full((), 2147483647, tl.int64)  # the key of infinity is lower
-    num_low, num_high = _count(scores_ptr, end, low, high, RUN)
+    num_low, num_high = _count(scores_ptr, end, low, high, RUN, ARE_FOURS)
     while (num_low > num_picks) & (high - low > 1):
         first, second = _points(low, high, num_low, num_high, num_picks)
-        num_first, num_second = _count(scores_ptr, end, first, second, RUN)
+        num_first, num_second = _count(scores_ptr, end, first, second, RUN, ARE_FOURS)
         low, high, num_low, num_high = _narrow(
             low, high, num_low, num_high, first, second, num_first, num_second, num_picks
         )  # fmt: skip
@@ -449,20 +479,22 @@ def _threshold_of_row(scores_ptr, end, num_picks, RUN: tl.constexpr):
 
 
 @triton.jit
-def _count(scores_ptr, end, first, second, RUN: tl.constexpr):
+def _count(scores_ptr, end, first, second, RUN: tl.constexpr, ARE_FOURS: tl.constexpr):
     """Return how many keys of a row reach each of two points."""
     num_first, num_second = 0, 0
     for begin in range(0, end, RUN):
-        reached = _reached(_keys(scores_ptr, begin + tl.arange(0, RUN), end), first, second)
-        nums = tl.sum(reached, 0)
+        keys = _keys(scores_ptr, begin // 4 + tl.arange(0, RUN // 4), end, ARE_FOURS)
+        nums = tl.sum(tl.sum(_reached(keys, first, second), 1), 0)
         num_first, num_second = num_first + (nums & 65535), num_second + (nums >> 16)
     return num_first, num_second
 
 
 @triton.jit
-def _keys(scores_ptr, slots, end):
-    """Return whole numbers in the order of the scores of `slots`, int32: _LEAST for a slot from `end` on and for a
-    score of -inf or NaN."""
-    scores = tl.load(scores_ptr + slots, mask=slots < end, other=float("-inf"))
+def _keys(scores_ptr, fours, end, ARE_FOURS: tl.constexpr):
+    """Return whole numbers in the order of the scores of groups of four slots, [num_groups, 4] int32: _LEAST for a slot
+    from `end` on and for a score of -inf or NaN. ARE_FOURS: a group that begins below `end` may be read whole."""
+    slots = _fours(fours)
+    is_slot = slots < end
+    scores = tl.load(scores_ptr + slots, mask=(fours * 4 < end)[:, None] if ARE_FOURS else is_slot, other=float("-inf"))
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 is 0
-    return tl.where(scores > float("-inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST)
+    return tl.where(is_slot & (scores > float("-inf")), bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST)

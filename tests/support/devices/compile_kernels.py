@@ -140,10 +140,10 @@ def _picks() -> None:
     _compiled.discard(triton_latents._decode_kernel)  # with each key on a page of its own
     print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
     types |= {"scores": "*fp32", "nums": "*i32", "keys": "*i32"}
-    parts = {"SAMPLE": 8192, "GROUP": 4, "PART": 2048, "CHUNK": 2048, "DEPENDENT": True}
+    parts = {"SAMPLE": 8192, "PART": 2048, "CHUNK": 2048, "ROOM": 2048, "ARE_FOURS": True, "DEPENDENT": True}
     print("candidates", compiled_bytes(triton_picks._candidates_kernel, parts, types, num_warps=8))
-    few = {"PAGE_SIZE": 16, "RUN": 4096, "LEVELS": 6, "DEPENDENT": True}
-    every = few | {"RUN": 16384, "LEVELS": 0, "slots_ptr": None, "keys_ptr": None, "nums_ptr": None}
+    few = {"PAGE_SIZE": 16, "RUN": 4096, "ROOM": 2048, "LEVELS": 6, "ARE_FOURS": True, "DEPENDENT": True}
+    every = few | {"RUN": 8192, "LEVELS": 0, "slots_ptr": None, "keys_ptr": None, "nums_ptr": None}
     for name, constants in (("choice", few), ("choice of all slots", every)):
         print(name, compiled_bytes(triton_picks._choice_kernel, constants, types, num_warps=16))
 
