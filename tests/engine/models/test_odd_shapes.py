@@ -319,7 +319,7 @@ PARTS = [slice(i, None, 5) for i in range(5)]
 @pytest.mark.parametrize(
     ("shape", "part"),
     thinned(
-        [("deepseek-v4", slice(7, None, 60)), *itertools.product(dict.fromkeys([*V4, *HANDED_OVER]), PARTS)],
+        [("deepseek-v4", slice(7, None, 60)), *itertools.product(SHAPES, PARTS)],
         lambda i, *_: i == 0,
     ),
     indirect=["shape"],

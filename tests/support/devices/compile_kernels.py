@@ -139,13 +139,13 @@ def _picks() -> None:
     attends |= {"KEYS_FIRST": False, "tree_starts_ptr": None, "visible_ptr": None}
     _compiled.discard(triton_latents._decode_kernel)  # with each key on a page of its own
     print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
-    types |= {"scores": "*fp32", "nums": "*i32", "bounds": "*i32"}
-    print("bounds", compiled_bytes(triton_picks._bounds_kernel, {"SAMPLE": 8192}, types, num_warps=8))
-    print("candidates", compiled_bytes(triton_picks._candidates_kernel, {"PART": 4096}, types, num_warps=4))
-    few = {"PAGE_SIZE": 16, "RUN": 4096, "LEVELS": 7}
-    every = {"PAGE_SIZE": 16, "RUN": 16384, "LEVELS": 0, "slots_ptr": None, "nums_ptr": None}
+    types |= {"scores": "*fp32", "nums": "*i32", "keys": "*i32"}
+    parts = {"SAMPLE": 8192, "PART": 2048, "CHUNK": 2048, "ROOM": 2048, "ARE_FOURS": True, "DEPENDENT": True}
+    print("candidates", compiled_bytes(triton_picks._candidates_kernel, parts, types, num_warps=8))
+    few = {"PAGE_SIZE": 16, "RUN": 4096, "ROOM": 2048, "LEVELS": 6, "ARE_FOURS": True, "DEPENDENT": True}
+    every = few | {"RUN": 8192, "LEVELS": 0, "slots_ptr": None, "keys_ptr": None, "nums_ptr": None}
     for name, constants in (("choice", few), ("choice of all slots", every)):
-        print(name, compiled_bytes(triton_picks._choice_kernel, constants, types, num_warps=8))
+        print(name, compiled_bytes(triton_picks._choice_kernel, constants, types, num_warps=16))
 
 
 def _fp8() -> None:
