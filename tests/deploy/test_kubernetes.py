@@ -171,7 +171,7 @@ def test_addresses_are_those_of_services_ports_and_probes(name: str, tmp_path: P
                 probed = {container[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "readiness", "liveness")}
                 targets = {port["targetPort"] for service in services.values() for port in service["ports"]}
                 assert probed | targets <= {*ports}
-            case role:
+            case _:
                 (port,) = services["baton-nodes"]["ports"]
                 assert read["router"] == f"tcp://baton-nodes:{port['port']}"
                 first = _port(read["bind_host"])
