@@ -48,7 +48,7 @@ several hosts (start them in any order; copy one key file to all, or make one ke
   baton keys cluster.key
   router$   baton router  --node-address tcp://0.0.0.0:5700 --host 0.0.0.0 --keys cluster.key
   host1$    baton prefill --router tcp://ROUTER:5700 --bind-host HOST1 --model DIR --keys cluster.key
-  host2$    baton decode  --router tcp://ROUTER:5700 --model DIR --keys cluster.key
+  host2$    baton decode  --router tcp://ROUTER:5700 --bind-host HOST2 --model DIR --keys cluster.key
 
 what each process does:
   router    serves HTTP, turns text into tokens and back, chooses the nodes of a request; needs no model, no torch

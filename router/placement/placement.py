@@ -18,7 +18,7 @@ router, whose order is fair, and a node of either role gets the next one shortly
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
 from ...metadata.wire.node_info import Lender
@@ -66,6 +66,19 @@ class Place(NamedTuple):
     decode_reason: str = ""
 
 
+class UsablePairs:
+    """The pairs of a group that may get requests. They are looked for while they are read: most readers need one."""
+
+    def __init__(self, group: NodeGroup, is_usable: Callable[[Node | None, Node | None], bool]) -> None:
+        self._group, self._is_usable = group, is_usable
+
+    def __iter__(self) -> Iterator[tuple[Node, Node]]:
+        return (pair for pair in self._group.pairs() if self._is_usable(*pair))
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+
 class Placement:
     """Chooses nodes. `is_usable(prefill, decode)` says whether a pair may get requests; decode is None if the prefill
     node answers alone, prefill is None if the decode node computes the prompt. `is_shared(group)`: several tenants use
@@ -81,9 +94,9 @@ class Placement:
         self._expected = ExpectedPages()
         self._prefill_sessions, self._decode_sessions = SessionAffinity(), SessionAffinity()
 
-    def usable_pairs(self, group: NodeGroup) -> list[tuple[Node, Node]]:
+    def usable_pairs(self, group: NodeGroup) -> UsablePairs:
         """Return the pairs of a group that may get requests."""
-        return [pair for pair in group.pairs() if self._is_usable(*pair)]
+        return UsablePairs(group, self._is_usable)
 
     def usable_alone(self, group: NodeGroup) -> list[Node]:
         """Return the decode nodes of a group that may get local prompts."""

@@ -143,10 +143,9 @@ class Queues:
             if self.may_wait(group, now):
                 return
             raise no_node(f"no {missing[0]} node serves model {group.key.model!r} now", [group], missing)
-        pairs = list(group.pairs())
-        if entry.could_go_to(pairs, group.live("prefill"), group.local_nodes()):
+        if entry.could_go_to(group.pairs(), group.live("prefill"), group.local_nodes()):
             return
-        if entry.needs_decode and not pairs and not entry.is_local:
+        if entry.needs_decode and not any(True for _ in group.pairs()) and not entry.is_local:
             return
         num_pages = need.local_pages if entry.is_local else need.decode_pages or 0
         pages: dict[Role, int] = {"prefill": need.prefill_pages, "decode": num_pages}
@@ -234,7 +233,7 @@ class Queues:
     def stranded(
         self,
         group: NodeGroup,
-        pairs: list[tuple[Node, Node]],
+        pairs: Iterable[tuple[Node, Node]],
         why_unusable: Callable[[NodeGroup], str],
         now: float,
         decodes: Sequence[Node] = (),

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 PHASES = ("queued", "prefilling", "offered", "pulling", "decoding", "preempted", "moving", "draining", "idle")
 PROCESS = ("kill", "stop", "restart")
 PARTITIONS = ("partition slow", "partition held", "partition lossy", "partition cut")
+BETWEEN_HOSTS = ("partition slow", "partition lossy", "partition cut", "partition hole")
 FRAMES = ("drop", "duplicate", "reorder", "delay", "truncate", "flip", "full")
 PAGES = ("page flip", "page stale", "page slow")
 ROUTER = ("router kill", "router stop", "router restart")
 OTHERS = ("clock", "router clock", "flood", "storm")
 RANKS = ("rank kill", "rank stop")  # of the nodes that have several
 KINDS = (*PROCESS, *PARTITIONS, *FRAMES, *PAGES, *ROUTER, *OTHERS)
+KINDS_OF_HOSTS = (*PROCESS, *BETWEEN_HOSTS, *FRAMES, *PAGES, *ROUTER, *OTHERS)
 
 # (role, phase): the event at which the fault injector strikes, and the most such events that may happen before
 EVENTS = {
