@@ -372,7 +372,7 @@ def _delta() -> None:
 def _check_known() -> None:
     """Check the bytes in KNOWN. A kernel that has changed since is not there."""
     wrong = {name: known for name, known in _known().items() if _found.get(name, known) != known}
-    assert not wrong, f"{KNOWN.name} has other bytes than {({name: _found[name] for name in wrong})}: {wrong}"
+    assert not wrong, f"{KNOWN.name} has other bytes than { ({name: _found[name] for name in wrong}) }: {wrong}"
 
 
 def main(arguments: list[str]) -> None:
