@@ -353,7 +353,7 @@ def run_watched(
     ("name", "shape"),
     thinned(
         [*[(name, {}) for name in GRAPHED], ("eagle", TREES)],
-        lambda i, name, shape: name in ("eagle3", "standalone", "mtp3-deepseek") or bool(shape),
+        lambda i, name, shape: name in ("eagle3", "mtp3-deepseek") or bool(shape),
     ),
     ids=lambda each: each if isinstance(each, str) else ("tree" if each else "chain"),
 )

@@ -56,6 +56,7 @@ def exact(x: Tensor, weight: Tensor) -> Tensor:
     return x.double() @ weight.double().T
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("adds", [False, True], ids=["stored", "added"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
@@ -80,6 +81,7 @@ def test_a_product(
     it.check(it.residual + product if adds else product)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize(("num_rows", "out_size", "in_size", "block_n", "block_k"), SHAPES)
@@ -95,6 +97,7 @@ def test_a_gated_product(
     it.check(silu_mul_ref(exact(x, it.weight).to(dtype)), slack=3)  # x, gate and up are rounded
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_wide", [False, True], ids=["weight of 16 bits", "weight in float32"])
 @pytest.mark.parametrize(("num_rows", "out_size", "in_size", "block_n", "block_k"), SHAPES)
