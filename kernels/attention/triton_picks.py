@@ -424,67 +424,66 @@ def _threshold(keys, num, num_picks, most):
     """Return a key that at least `num_picks` of `num` keys reach, and if possible at most `most`. It is the least one
     if there are no more keys. Also return how many of the keys equal to it are among the first `num_picks`, or more
     than all if all are."""
-    num_low, num_high = num, 0
     down = tl.where(keys != _LEAST, ~keys, _LEAST)
     lowest, highest = tl.split(tl.max(tl.max(tl.join(down, keys), 1), 0))
-    low, high = (~lowest).to(tl.int64), highest.to(tl.int64) + 1  # so many keys reach them, too few the second
-    while (num_low > most) & (high - low > 1):
-        first, second = _points(low, high, num_low, num_high, (num_picks + most) // 2)
-        nums = tl.sum(tl.sum(_reached(keys, first, second), 1), 0)
-        low, high, num_low, num_high = _narrow(
-            low, high, num_low, num_high, first, second, nums & 65535, nums >> 16, num_picks
+    low, num_low, num_high = ~lowest, num, 0  # too few keys reach low + span
+    span = (highest + 1 - low).to(tl.uint32, bitcast=True)
+    while (num_low > most) & (span > 1):
+        first, second = _points(span, num_low, num_high, (num_picks + most) // 2)
+        nums = tl.sum(tl.sum(_reached(keys, low, first, second), 1), 0)
+        low, span, num_low, num_high = _narrow(
+            low, span, num_low, num_high, first, second, nums & 65535, nums >> 16, num_picks
         )  # fmt: skip
-    return low.to(tl.int32), tl.where(num_low > num_picks, num_picks - num_high, num_low)
+    return low, tl.where(num_low > num_picks, num_picks - num_high, num_low)
 
 
 @triton.jit
-def _points(low, high, num_low, num_high, num):
-    """Return two keys above `low` and below `high`, in ascending order: the middle, and where `num` keys would be if
-    they were evenly spread."""
+def _points(span, num_low, num_high, num):
+    """Return two distances between 0 and `span`, uint32, in ascending order: the middle, and where `num` keys would be
+    if they were evenly spread."""
     share = (num_low - num) / (num_low - num_high)
-    near = tl.minimum(tl.maximum(low + ((high - low).to(tl.float32) * share).to(tl.int64), low + 1), high - 1)
-    middle = (low + high) >> 1
-    return tl.minimum(near, middle), tl.maximum(near, middle)
+    near = tl.minimum(tl.maximum((span.to(tl.float32) * share).to(tl.uint32), 1), span - 1)
+    return tl.minimum(near, span >> 1), tl.maximum(near, span >> 1)
 
 
 @triton.jit
-def _reached(keys, first, second):
-    """Return 1 for each key that reaches `first`, and 2^16 more if it reaches `second` too."""
-    return tl.where(keys >= second.to(tl.int32), 65537, (keys >= first.to(tl.int32)).to(tl.int32))
+def _reached(keys, low, first, second):
+    """Return 1 for each key that reaches `low` + `first`, and 2^16 more if it reaches `low` + `second` too."""
+    first, second = low + first.to(tl.int32, bitcast=True), low + second.to(tl.int32, bitcast=True)
+    return tl.where(keys >= second, 65537, (keys >= first).to(tl.int32))
 
 
 @triton.jit
-def _narrow(low, high, num_low, num_high, first, second, num_first, num_second, num_picks):
+def _narrow(low, span, num_low, num_high, first, second, num_first, num_second, num_picks):
     """Return the bounds and how many keys reach them, when so many reach two points between them."""
     is_first, is_second = num_first >= num_picks, num_second >= num_picks
-    new_low = tl.where(is_second, second, tl.where(is_first, first, low))
-    new_num_low = tl.where(is_second, num_second, tl.where(is_first, num_first, num_low))
-    new_high = tl.where(is_second, high, tl.where(is_first, second, first))
-    new_num_high = tl.where(is_second, num_high, tl.where(is_first, num_second, num_first))
-    return new_low, new_high, new_num_low, new_num_high
+    low += tl.where(is_second, second, tl.where(is_first, first, 0)).to(tl.int32, bitcast=True)
+    span = tl.where(is_second, span - second, tl.where(is_first, second - first, first))
+    num_low = tl.where(is_second, num_second, tl.where(is_first, num_first, num_low))
+    return low, span, num_low, tl.where(is_second, num_high, tl.where(is_first, num_second, num_first))
 
 
 @triton.jit
 def _threshold_of_row(scores_ptr, end, num_picks, RUN: tl.constexpr, ARE_FOURS: tl.constexpr):
     """Return what `_threshold` returns for the keys of all slots of a row, which has more than `num_picks`."""
-    low, high = tl.full((), _LEAST + 1, tl.int64), tl.full((), 2147483647, tl.int64)  # the key of infinity is lower
-    num_low, num_high = _count(scores_ptr, end, low, high, RUN, ARE_FOURS)
-    while (num_low > num_picks) & (high - low > 1):
-        first, second = _points(low, high, num_low, num_high, num_picks)
-        num_first, num_second = _count(scores_ptr, end, first, second, RUN, ARE_FOURS)
-        low, high, num_low, num_high = _narrow(
-            low, high, num_low, num_high, first, second, num_first, num_second, num_picks
+    low, span = tl.full((), _LEAST + 1, tl.int32), tl.full((), 4294967294, tl.uint32)  # the key of infinity is lower
+    num_low, num_high = _count(scores_ptr, end, low, tl.zeros_like(span), span, RUN, ARE_FOURS)
+    while (num_low > num_picks) & (span > 1):
+        first, second = _points(span, num_low, num_high, num_picks)
+        num_first, num_second = _count(scores_ptr, end, low, first, second, RUN, ARE_FOURS)
+        low, span, num_low, num_high = _narrow(
+            low, span, num_low, num_high, first, second, num_first, num_second, num_picks
         )  # fmt: skip
-    return low.to(tl.int32), tl.where(num_low > num_picks, num_picks - num_high, num_low)
+    return low, tl.where(num_low > num_picks, num_picks - num_high, num_low)
 
 
 @triton.jit
-def _count(scores_ptr, end, first, second, RUN: tl.constexpr, ARE_FOURS: tl.constexpr):
-    """Return how many keys of a row reach each of two points."""
+def _count(scores_ptr, end, low, first, second, RUN: tl.constexpr, ARE_FOURS: tl.constexpr):
+    """Return how many keys of a row reach `low` + `first` and `low` + `second`."""
     num_first, num_second = 0, 0
     for begin in range(0, end, RUN):
         keys = _keys(scores_ptr, begin // 4 + tl.arange(0, RUN // 4), end, ARE_FOURS)
-        nums = tl.sum(tl.sum(_reached(keys, first, second), 1), 0)
+        nums = tl.sum(tl.sum(_reached(keys, low, first, second), 1), 0)
         num_first, num_second = num_first + (nums & 65535), num_second + (nums >> 16)
     return num_first, num_second
 

@@ -20,7 +20,7 @@ NUM_KERNELS = {
     "fp8": 37,
     "routes": 15,
     "experts": 41,
-    "picks": 8,
+    "picks": 7,
     "delta": 13,
     "entries": 4,
 }

@@ -28,6 +28,7 @@ from baton.kernels.attention.triton_picks import paged_index_scores, paged_picks
 HEAD_DIM, NUM_PICKS = 128, 2048  # of the index
 NUM_HEADS, RANK, ROTARY_DIM = 128, 512, 64  # of attention
 PAGE_SIZE, SCALE = 64, 192**-0.5
+_CALLS = 64  # of a choice in a graph, at least: to begin a graph takes about as long as a choice
 
 
 class Steps(NamedTuple):
@@ -98,7 +99,8 @@ def picks(options: argparse.Namespace) -> Iterator[Kernel]:
         steps = Steps.make(num_seqs, context)
         found = torch.randn(copies(num_seqs * context * 4, most=8), num_seqs, context, device="cuda")
         found[:, :, ::7] = 0.0  # equal ones, as relu makes them
-        yield Kernel(name, each(_choose(steps), found), num_seqs * context * 4, check=_same_picks(steps, found[0]))
+        calls, check = each(_choose(steps), found), _same_picks(steps, found[0])
+        yield Kernel(name, calls, num_seqs * context * 4, check=check, num_rounds=-(-_CALLS // len(calls)))
 
 
 def _choose(steps: Steps) -> Callable[[Tensor], PickedRows]:
