@@ -120,9 +120,9 @@ def test_adaptive_drafting_is_measured_with_other_kinds_of_sampling(model: Path)
 def test_entries_and_a_prediction_layer_are_measured_with_forced_acceptance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 128, "q_lora_rank": 128, "o_groups": 2}
-    sizes |= {"o_lora_rank": 128, "index_n_heads": 4, "n_routed_experts": 6, "moe_intermediate_size": 128}
-    fields = with_layers(ARCHITECTURES["deepseek-v4-flash"] | sizes | {"vocab_size": 1024}, 4)
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 128, "q_lora_rank": 128, "o_groups": 1}
+    sizes |= {"o_lora_rank": 128, "index_n_heads": 2, "n_routed_experts": 6, "moe_intermediate_size": 128}
+    fields = with_layers(ARCHITECTURES["deepseek-v4-flash"] | sizes | {"vocab_size": 512}, 4)
     config = write_config(tmp_path, fields)
     write_tokenizer(tmp_path, config.vocab_size)
     write_random_prediction_layer(tmp_path / "mtp", fields)

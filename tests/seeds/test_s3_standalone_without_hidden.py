@@ -177,6 +177,18 @@ def test_spoilt_hidden_states_change_nothing(model: Path, tmp_path: Path) -> Non
     assert sum(counts) > 3 and 0 in counts, counts
 
 
+@pytest.mark.whole
+def test_a_target_with_streams_has_no_state_for_a_standalone_draft(checkpoint: Callable[..., Path]) -> None:
+    """All residual streams of DeepSeek-V4 would be its handoff state."""
+    model = checkpoint("deepseek_v4")
+    settings = {"speculative": "standalone", "draft_model": str(checkpoint("llama"))}
+    solo, plain = Solo(model, **settings), Solo(model, speculative="ngram")
+    check_no_bytes(solo.engine.schema, plain.engine.schema)
+    check_no_state(solo.drafter.hidden)
+    check_no_tensors(solo.rounds.executor.slots)
+    check_poison(model, **settings)
+
+
 def test_a_draft_that_reads_them_is_caught(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The defect: the target's state is kept for the draft and mixed into its next input."""
     kept: list[torch.Tensor] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ALL, settings, target_of
+from drafters import ALL, STREAM_MTP, settings, target_of
 from heads import SIX_LAYERS
 from node_pair import NodePair, node_pairs, params
 from solo import Solo, caught, coach, gather, plain_texts
@@ -207,7 +207,16 @@ def check_against_whole(
     check(run(pair, "cold", some), whole)
 
 
-@pytest.mark.parametrize(("name", "is_dropped"), [("eagle", True), ("eagle3", False), ("mtp-mimo", False)])
+@pytest.mark.parametrize(
+    ("name", "is_dropped"),
+    [
+        ("eagle", True),
+        ("eagle3", False),
+        ("mtp-mimo", False),
+        pytest.param(STREAM_MTP, True, marks=pytest.mark.whole),
+        pytest.param(STREAM_MTP, False, marks=pytest.mark.whole),
+    ],
+)
 def test_a_chunk_tail_without_its_next_token_is_caught(
     name: str,
     is_dropped: bool,

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from planted_text import PlantedText, planted_in
+from planted import planted_model
+from planted_entries import PlantedEntries
+from planted_text import PlantedText
 
 import baton.engine.rounds.round as round_module
+from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.drafters.base import PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import DraftShape
@@ -178,9 +181,11 @@ def check(engine: Engine, prompt: Sequence[int], output: Sequence[int]) -> int:
 
 
 @cache
-def _planted_text(model_dir: Path) -> PlantedText | None:
-    config = json.loads((model_dir / "config.json").read_text())
-    return planted_in(config) if config.get("_planted") else None
+def _planted_text(model_dir: Path) -> PlantedText | PlantedEntries | None:
+    if not json.loads((model_dir / "config.json").read_text()).get("_planted"):
+        return None
+    model = planted_model(read_model_config(model_dir))
+    return model if isinstance(model, PlantedEntries) else model.text
 
 
 def force_acceptance(rates: Sequence[float], device: torch.device) -> None:
