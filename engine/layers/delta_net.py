@@ -1,8 +1,9 @@
 """The layer with a gated delta rule in place of attention (Qwen3-Next, Qwen3.5 and Kimi-Linear).
 
 The layer has three pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
-projections for each token. DELTA_UPDATES holds what each token adds to the state, before its key. DELTA_STATES holds
-the recurrent state after each block of tokens, divided among the slots of the block.
+projections for each token. DELTA_UPDATES holds what each token adds to the state, its key, and the decay since the
+start of its block. DELTA_STATES holds the recurrent state after each block of tokens, divided among the slots of the
+block.
 
     tokens   | block                          | block                          |  part of a block
     pages    | rows, updates, state after it  | rows, updates, state after it  |  rows, updates
@@ -126,8 +127,7 @@ class DeltaNet:
             made = gated_delta_rule(rows, state, weights, block)
         else:
             made = gated_delta_tree(rows, state, weights, block, new.sees)
-        updates = made.updates[-new.num_tokens :].unflatten(1, weights.state_shape[:2]).flatten(2)
-        pools.write(DELTA_UPDATES, self.place, new.pages, new.start, updates)
+        pools.write(DELTA_UPDATES, self.place, new.pages, new.start, made.updates[-new.num_tokens :])
         for number, state in enumerate(made.states):
             self._keep(pools, new.pages, edge + number * block, block, state)
         return made.outputs[-new.num_tokens :]

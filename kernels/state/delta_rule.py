@@ -37,6 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats import update_width
+
 _EPS = 1e-6  # of the lengths of q and k
 
 
@@ -60,6 +62,11 @@ class DeltaWeights(NamedTuple):
         return self.taps.shape[1] + self.a_log.shape[1] * (1 + self.dt_bias.shape[2])
 
     @property
+    def update_width(self) -> int:
+        """Numbers of one key head in `DeltaOutputs.updates`."""
+        return update_width(self.key_dim, self.value_dim, *self.dt_bias.shape[1:])
+
+    @property
     def state_shape(self) -> tuple[int, int, int, int]:
         """Shape of a state: [num_key_heads, num_shared, key_dim, value_dim]."""
         return self.a_log.shape[0], self.a_log.shape[1], self.key_dim, self.value_dim
@@ -69,7 +76,7 @@ class DeltaOutputs(NamedTuple):
     """Results of the rule for `num` rows. The rows that only the first convolutions read are not counted."""
 
     outputs: Tensor  # [num, num_value_heads, value_dim] float32
-    updates: Tensor  # likewise, U of each row
+    updates: Tensor  # [num, num_key_heads, update_width] float32: U of the value heads, k, G of the value heads, zeros
     states: list[Tensor]  # after the whole blocks, each as the state before
 
 
@@ -89,7 +96,7 @@ def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: 
         decay = own.steps.cumsum(2)
         output, update = _compute(own, decay, is_seen, state)
         outputs.append(_by_row(output)[:num_new])
-        updates.append(_by_row(update)[:num_new])
+        updates.append(_kept(update, own.k, decay, weights)[:num_new])
         if num_new == block:
             last = decay[:, :, -1:]
             state = last.exp().transpose(2, 3) * state + ((last - decay).exp() * own.k).transpose(2, 3) @ update
@@ -120,7 +127,9 @@ def gated_delta_tree(rows: Tensor, state: Tensor, weights: DeltaWeights, block: 
     sources = torch.tensor(windows, device=rows.device).unbind(1)
     own = _inputs(rows.float(), weights, sources)
     output, update = _compute(own, is_seen.float() @ own.steps, is_seen, state)
-    return DeltaOutputs(_by_row(output)[-num_nodes:], _by_row(update)[-num_nodes:], states)
+    blocks = (is_seen.sum(1) - 1) // block
+    since_edge = (is_seen & (blocks[:, None] == blocks)).float() @ own.steps
+    return DeltaOutputs(_by_row(output)[-num_nodes:], _kept(update, own.k, since_edge, weights)[-num_nodes:], states)
 
 
 class _Inputs(NamedTuple):
@@ -168,6 +177,13 @@ def _compute(inputs: _Inputs, decay: Tensor, is_seen: Tensor, state: Tensor) -> 
 def _by_row(x: Tensor) -> Tensor:
     """Return [num_key_heads, num_shared, num_rows, value_dim] as [num_rows, num_value_heads, value_dim]."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _kept(update: Tensor, k: Tensor, decay: Tensor, weights: DeltaWeights) -> Tensor:
+    """Return what rounds read of rows, [num_rows, num_key_heads, update_width]. `decay`: of each row since its edge."""
+    parts = [each.permute(2, 0, 1, 3).flatten(2) for each in (update, k, decay)]
+    kept = torch.cat(parts, 2)
+    return F.pad(kept, (0, weights.update_width - kept.shape[2]))
 
 
 def _decayed_products(x: Tensor, k: Tensor, decay: Tensor, is_seen: Tensor) -> Tensor:

@@ -89,15 +89,16 @@ def delta_prompt(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, 
         "BLOCK_K": max(TILE, triton.next_power_of_2(key_dim)),
     }
     of_pages = sizes | {"PAGE_SIZE": pools.rows.shape[3]}
+    of_updates = of_pages | {"UPDATE_WIDTH": weights.update_width}
     strides = {"QKV_HEAD": inputs.qkv.stride(1), "B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
     _convolve_kernel[num_blocks * (rows // TILE), num_heads, 2 + num_shared](
-        *solved[:3], pools.rows, *inputs[:1], *inputs[2:], weights.taps, *blocks[:3], *blocks[4:], plan.table,
+        *solved[:3], *pools[:2], *inputs[:1], *inputs[2:], weights.taps, *blocks[:3], *blocks[4:], plan.table,
         inputs.qkv.stride(0), inputs.b.stride(0), plan.table.stride(0), TAPS=weights.taps.shape[2], BLOCK_V=block_v,
-        SCALE=scale, **strides, **of_pages, num_warps=4, maxnreg=80,
+        SCALE=scale, **strides, **of_updates, num_warps=4, maxnreg=80,
     )  # fmt: skip
     _pairs_kernel[num_blocks, num_values](
-        *solved[:2], *solved[4:], pools.rows, weights.a_log, weights.dt_bias, blocks.stops, *blocks[4:], plan.table,
-        plan.table.stride(0), ROWS=rows, **of_pages, num_warps=4,
+        *solved[:2], *solved[4:], *pools[:2], weights.a_log, weights.dt_bias, blocks.stops, *blocks[4:], plan.table,
+        plan.table.stride(0), ROWS=rows, **of_updates, num_warps=4,
     )  # fmt: skip
     _invert_kernel[num_blocks * (rows // TILE), num_values](
         solved.system, blocks.seqs, HEADS=num_values, BLOCK=plan.block, num_warps=1
@@ -109,7 +110,7 @@ def delta_prompt(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, 
     block_v = min(_COLUMNS, block_v)
     _pass_kernel[num_values * triton.cdiv(value_dim, block_v), len(blocks.starts)](
         out, *pools[1:], *solved[:5], solved.decays, *blocks[:4], plan.table, plan.table.stride(0), ROWS=rows,
-        STATE_PART=pools.states.shape[4], BLOCK_V=block_v, SCALE=scale, **of_pages, num_warps=4,
+        STATE_PART=pools.states.shape[4], BLOCK_V=block_v, SCALE=scale, **of_updates, num_warps=4,
         num_stages=3 if is_half else 1,
     )  # fmt: skip
     return out
@@ -121,6 +122,7 @@ def _convolve_kernel(
     k_ptr,  # [num_blocks, BLOCK, HEADS, KEY_DIM], written
     values_ptr,  # [num_blocks, BLOCK, HEADS * SHARED, VALUE_DIM], written
     rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
     b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
     a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
@@ -143,13 +145,14 @@ def _convolve_kernel(
     VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SCALE: tl.constexpr,  # of values
 ):
     """Grid: (num_blocks * ceil(BLOCK / 16), HEADS, 2 + SHARED). A program has 16 rows: the queries, the keys, or the
-    values of one value head. It also stores the rows of new tokens."""
+    values of one value head. It also stores the rows of new tokens, and keys."""
     TILE: tl.constexpr = 16
     PARTS: tl.constexpr = (BLOCK + TILE - 1) // TILE
     CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
@@ -179,6 +182,10 @@ def _convolve_kernel(
             is_in = (row < BLOCK)[:, None] & is_dim[None, :]
             to_ptr = q_ptr if kind == 0 else k_ptr
             tl.store(to_ptr + at, x.to(q_ptr.dtype.element_ty), mask=is_in)
+            if kind == 1:
+                place = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE) + row
+                at = place[:, None] * UPDATE_WIDTH + SHARED * VALUE_DIM + dims[None, :]
+                tl.store(updates_ptr + at, x, mask=is_row[:, None] & is_dim[None, :])
         else:
             shared, columns = kind - 2, tl.arange(0, BLOCK_V)
             is_column, channels = columns < VALUE_DIM, 2 * KEY_DIM + shared * VALUE_DIM + columns
@@ -204,11 +211,11 @@ def _rows(
     """Return rows behind the convolution. Most of them, and those before, are new, and need no pool."""
     if edge + first_row - (TAPS - 1) >= start:
         x = convolved(rows, is_row, channels, is_channel, qkv_ptr, rows_ptr, rows_ptr, taps_ptr, edge, start - edge,
-                      token_stride, WIDTH, TAPS, False, True)  # fmt: skip
+                      token_stride, WIDTH, TAPS, False)  # fmt: skip
     else:
         own_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
         x = convolved(rows, is_row, channels, is_channel, qkv_ptr, own_ptr, before_ptr, taps_ptr, edge, start - edge,
-                      token_stride, WIDTH, TAPS, True, True)  # fmt: skip
+                      token_stride, WIDTH, TAPS, True)  # fmt: skip
     return x
 
 
@@ -220,6 +227,7 @@ def _pairs_kernel(
     system_ptr,  # [num_blocks, HEADS * SHARED, BLOCK, BLOCK], written, without the ones on the diagonal
     decays_ptr,  # [num_blocks, HEADS * SHARED, BLOCK] float32, written
     rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)]
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     a_log_ptr,  # [HEADS, SHARED] float32
     dt_bias_ptr,  # [HEADS, SHARED] float32
     stops_ptr,  # [num_seqs] int32
@@ -232,6 +240,7 @@ def _pairs_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -256,6 +265,8 @@ def _pairs_kernel(
         decay = tl.cumsum(steps, 0)
         of_head = block * (HEADS * SHARED) + value_head
         tl.store(decays_ptr + of_head * BLOCK + row, decay, mask=row < BLOCK)
+        of_row = updates_ptr + (place + row) * UPDATE_WIDTH + SHARED * VALUE_DIM + KEY_DIM + shared
+        tl.store(of_row, decay, mask=is_row)
         is_seen = row[:, None] >= row[None, :]
         between = tl.exp(tl.where(is_seen, decay[:, None] - decay[None, :], float("-inf")))
         pairs = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between
@@ -368,7 +379,7 @@ def _joined(system):
 @triton.jit(do_not_specialize=("table_stride",))
 def _pass_kernel(
     out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
-    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, SHARED * VALUE_DIM] float32, written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
     q_ptr,  # [num_blocks, BLOCK, HEADS, KEY_DIM]
     k_ptr,  # [num_blocks, BLOCK, HEADS, KEY_DIM]
@@ -387,6 +398,7 @@ def _pass_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     STATE_PART: tl.constexpr,
     ROWS: tl.constexpr,
@@ -434,7 +446,7 @@ def _pass_kernel(
         faded = (u * tl.exp(last - decay)[:, None]).to(DTYPE)
         state = tl.dot(tl.trans(k), faded, state * tl.exp(last), input_precision="tf32x3")
         place = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
-        at = (place + row)[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
+        at = (place + row)[:, None] * UPDATE_WIDTH + shared * VALUE_DIM + columns[None, :]
         tl.store(updates_ptr + at, u * (1 / SCALE), mask=is_value)
         at = (slots - start).to(tl.int64)[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
         is_new = is_value & (slots >= start)[:, None]

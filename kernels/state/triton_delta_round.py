@@ -1,11 +1,13 @@
-"""Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge, in two
-kernels.
+"""Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge.
 
-The first one stores new rows, and computes queries, keys, values, and products with all keys since the edge, once for
-all columns. The second one has some columns of one value head of a sequence. Columns of states, values and updates are
-independent of each other, so programs do not wait for each other. Its states are on the way while the first one runs.
+Two kernels share the work. The first one has a key head of a sequence: it computes queries and keys of new rows, and
+their products with all keys since the edge. The second one has some columns of one value head of a sequence. Columns
+of states, values and updates are independent of each other, so programs do not wait for each other. Its states are on
+the way while the first one runs. If sequences are few, each program of the second kernel does the first one's work for
+itself, because a second kernel would take longer.
 
-Both take new rows one after another. So the bits of a row do not depend on how many rows a round has.
+New rows are convolved in groups of one size. Else both take them one after another, and what they read of earlier rows
+is what earlier rounds stored. So the bits of a row depend neither on the rows of a round nor on the other sequences.
 """
 
 # ruff: noqa: N803, N806
@@ -29,33 +31,31 @@ from .triton_delta_rows import (
     TILE,
     block_rows,
     check_layer,
-    convolved,
     decays,
+    new_part,
+    old_part,
     places,
     store_gates,
     store_rows,
     unit,
 )
 
-# Columns and warps of a program of the second kernel, and registers of a thread. Only the end of a block needs more.
-TILE_OF_STATE = 32, 4, 128
+TILE_OF_STATE = 64, 8, 80  # columns and warps of a program of the second kernel, and registers of a thread
+MOST_FUSED = 8  # sequences whose rounds need no first kernel
 
 
 class _New(NamedTuple):
     """New rows between the kernels, float32."""
 
-    queries: Tensor  # [num_tokens, num_key_heads, key_dim]
-    keys: Tensor  # [num_seqs, num_key_heads, block + MAX_ROUND_LEN, key_dim], from the edge on
-    products: Tensor  # [num_tokens, num_key_heads, 2, block], of the key and the query with the block's keys
+    vectors: Tensor  # [num_tokens, num_key_heads, 2, key_dim], key and query
+    products: Tensor  # [num_tokens, num_key_heads, 2, block], of both with the block's keys
     values: Tensor  # [num_tokens, num_value_heads, value_dim]
-    steps: Tensor  # [num_tokens, num_value_heads, 2], beta and decay
 
     @classmethod
-    def allocate(cls, num_tokens: int, num_seqs: int, block: int, weights: DeltaWeights) -> _New:
+    def allocate(cls, num_tokens: int, block: int, weights: DeltaWeights) -> _New:
         num_heads, num_shared, key_dim, value_dim = weights.state_shape
-        shapes = [(num_tokens, num_heads, key_dim), (num_seqs, num_heads, block + MAX_ROUND_LEN, key_dim)]
-        shapes += [(num_tokens, num_heads, 2, block), (num_tokens, num_heads * num_shared, value_dim)]
-        shapes += [(num_tokens, num_heads * num_shared, 2)]
+        of_key_head, of_values = (num_tokens, num_heads, 2), (num_tokens, num_heads * num_shared, value_dim)
+        shapes = (*of_key_head, key_dim), (*of_key_head, block), of_values
         return cls(*(torch.empty(shape, dtype=torch.float32, device=weights.taps.device) for shape in shapes))
 
 
@@ -73,46 +73,148 @@ def delta_round(
     assert plan.is_round and query_len is not None and num_tokens == num_seqs * query_len, plan
     assert plan.seq_lens.is_contiguous() and plan.table.stride(1) == 1, (plan.seq_lens, plan.table)
     out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.qkv.dtype, device=inputs.qkv.device)
-    new = _New.allocate(num_tokens, num_seqs, plan.block, weights)
-    whole_v = max(TILE, triton.next_power_of_2(value_dim))
-    block_v, num_warps, num_registers = min(TILE_OF_STATE[0], whole_v), *TILE_OF_STATE[1:]
-    dependent = gpu.dependent_launch(num_tokens)
+    new, rows = _New.allocate(num_tokens, plan.block, weights), max(TILE, plan.block)
+    block_v = min(TILE_OF_STATE[0], max(TILE, triton.next_power_of_2(value_dim)))
+    is_fused, dependent = num_seqs <= MOST_FUSED, gpu.dependent_launch(num_tokens)
     sizes = {
+        "QKV_HEAD": inputs.qkv.stride(1),
         "HEADS": num_heads,
         "SHARED": num_shared,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
+        "TAPS": weights.taps.shape[2],
         "PAGE_SIZE": page_size,
+        "UPDATE_WIDTH": weights.update_width,
         "BLOCK": plan.block,
-        "ROWS": max(TILE, plan.block),
-        "BLOCK_K": max(TILE, triton.next_power_of_2(key_dim)),
-        "NEW": MAX_ROUND_LEN,
+        "ROWS": rows,
+        "BLOCK_K": max(rows, triton.next_power_of_2(key_dim)),
         "EARLY": is_alone,
         "DEPENDENT": dependent,
+        "num_warps": TILE_OF_STATE[1],
         "num_stages": 1,
         "launch_pdl": dependent,
     }
-    strides = {"QKV_HEAD": inputs.qkv.stride(1), "B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
-    _rows_kernel[num_heads * (1 + num_shared), num_seqs](
-        *new, pools.rows, inputs.qkv, inputs.b, inputs.a, *weights[:3], *places, inputs.qkv.stride(0),
-        inputs.b.stride(0), TAPS=weights.taps.shape[2], BLOCK_V=whole_v, num_warps=8, maxnreg=80, **strides, **sizes,
-    )  # fmt: skip
+    if not is_fused:
+        _keys_kernel[num_heads, num_seqs](
+            *new[:2], *pools[:2], inputs.qkv, weights.taps, *places, inputs.qkv.stride(0), maxnreg=80, **sizes
+        )
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
-        out, *pools, *new, *weights[1:3], *places, BLOCK_V=block_v, STATE_PART=pools.states.shape[4],
-        num_warps=num_warps, maxnreg=num_registers, **sizes,
+        out, *pools, *new, inputs.qkv, *inputs[2:], *weights[:3], *places, inputs.qkv.stride(0), inputs.b.stride(0),
+        B_HEAD=inputs.b.stride(1), A_HEAD=inputs.a.stride(1), STATE_PART=pools.states.shape[4], BLOCK_V=block_v,
+        NEW=MAX_ROUND_LEN, FUSED=is_fused, maxnreg=128 if is_fused else TILE_OF_STATE[2], **sizes,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
-def _rows_kernel(
-    queries_ptr,  # [num_tokens, HEADS, KEY_DIM] float32, written
-    keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32, written
+def _keys_kernel(
+    vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32, written
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, written
-    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32, written
-    steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32, written
     rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
+    qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
+    taps_ptr,  # [HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM, TAPS] float32
+    seq_lens_ptr,  # [num_seqs] int64
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    query_len,
+    num_slots,  # of a sequence
+    table_stride,
+    token_stride,
+    QKV_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of a block
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,  # pages are read before the kernel before ends
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (HEADS, num_seqs)."""
+    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
+    stop = tl.minimum(start + query_len, num_slots)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if not EARLY:
+            gdc_wait()
+    _keys(vectors_ptr, products_ptr, rows_ptr, updates_ptr, qkv_ptr, taps_ptr, table_ptr + seq * table_stride,
+          seq * query_len, start, stop, token_stride, head, QKV_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, TAPS,
+          PAGE_SIZE, UPDATE_WIDTH, BLOCK, ROWS, BLOCK_K, DEPENDENT and EARLY)  # fmt: skip
+
+
+@triton.jit
+def _keys(
+    vectors_ptr, products_ptr, rows_ptr, updates_ptr, qkv_ptr, taps_ptr, pages_ptr, first_token, start, stop,
+    token_stride, head, QKV_HEAD: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TAPS: tl.constexpr, PAGE_SIZE: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Store queries and keys of a head's new rows, and their products with the keys since the edge."""
+    GROUP: tl.constexpr = 8
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
+    edge = start // BLOCK * BLOCK
+    first = start - edge
+    row, group, dims = tl.arange(0, ROWS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
+    is_dim = dims < KEY_DIM
+    taps_ptr += head * CHANNELS * TAPS
+    qkv_ptr += first_token * token_stride + head * QKV_HEAD
+    vectors_ptr += (first_token * HEADS + head) * (2 * KEY_DIM)
+    products_ptr += (first_token * HEADS + head) * (2 * BLOCK)
+    old = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE) + row
+    keys_ptr = updates_ptr + SHARED * VALUE_DIM + dims[None, :]
+    keys = tl.load(keys_ptr + old[:, None] * UPDATE_WIDTH, mask=(row < first)[:, None] & is_dim[None, :], other=0.0)
+    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
+    of_k = old_part(first + group, group < stop - start, KEY_DIM + dims, is_dim, block_ptr, before_ptr, taps_ptr, edge,
+                    first, WIDTH, TAPS)  # fmt: skip
+    of_q = old_part(first + group, group < stop - start, dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, first,
+                    WIDTH, TAPS)  # fmt: skip
+    if WAIT:
+        gdc_wait()
+    for begin in range(0, stop - start, GROUP):
+        token = begin + group
+        is_new = token < stop - start
+        k = unit(new_part(of_k, token, is_new, KEY_DIM + dims, is_dim, qkv_ptr, taps_ptr, token_stride, TAPS))
+        q = unit(new_part(of_q, token, is_new, dims, is_dim, qkv_ptr, taps_ptr, token_stride, TAPS)) * KEY_DIM**-0.5
+        of_k, of_q = tl.zeros_like(of_k), tl.zeros_like(of_q)  # a group has no fewer rows than a convolution
+        is_in = is_new[:, None] & is_dim[None, :]
+        to_ptr = vectors_ptr + token[:, None] * (2 * HEADS * KEY_DIM) + dims[None, :]
+        tl.store(to_ptr, k, mask=is_in)
+        tl.store(to_ptr + KEY_DIM, q, mask=is_in)
+        place = places(start + token, is_new, pages_ptr, head, HEADS, PAGE_SIZE)
+        tl.store(keys_ptr + place[:, None] * UPDATE_WIDTH, k, mask=is_in)
+        for of_key in tl.static_range(2):
+            store_rows(start + token, is_new, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start,
+                       token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    tl.debug_barrier()
+    for number in range(stop - start):
+        here, own_ptr = start + number - edge, vectors_ptr + number * (2 * HEADS * KEY_DIM) + dims
+        own_k = tl.load(own_ptr, mask=is_dim, other=0.0)[None, :]
+        own_q = tl.load(own_ptr + KEY_DIM, mask=is_dim, other=0.0)[None, :]
+        keys = tl.where((row == here)[:, None], own_k, keys)
+        at = products_ptr + number * (2 * HEADS * BLOCK) + row
+        tl.store(at, tl.sum(keys * own_k, 1), mask=row < BLOCK)
+        tl.store(at + BLOCK, tl.sum(keys * own_q, 1), mask=row < BLOCK)
+        if here == BLOCK - 1:
+            keys = tl.zeros_like(keys)
+            edge += BLOCK
+
+
+@triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
+def _round_kernel(
+    out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
+    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
+    vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32, written if FUSED
+    products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, written if FUSED
+    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32, written
     qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
     b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
     a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
@@ -135,138 +237,31 @@ def _rows_kernel(
     VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,  # of a block
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NEW: tl.constexpr,  # rows of a round at most
-    EARLY: tl.constexpr,  # pages are read before the kernel before ends
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: (HEADS * (1 + SHARED), num_seqs). A program has the queries and keys of a key head, or the values of one
-    value head."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
-    head, kind, seq = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
-    start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
-    stop = tl.minimum(start + query_len, num_slots)
-    pages_ptr = table_ptr + seq * table_stride
-    taps_ptr += head * CHANNELS * TAPS
-    qkv_ptr += seq * query_len * token_stride + head * QKV_HEAD
-    new, dims, columns = tl.arange(0, NEW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    slots, is_new, is_dim, is_column = start + new, new < stop - start, dims < KEY_DIM, columns < VALUE_DIM
-    edge = start // BLOCK * BLOCK
-    first = start - edge
-    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
-    if DEPENDENT:
-        gdc_launch_dependents()
-        if not EARLY:
-            gdc_wait()
-    if kind == 0:
-        row = tl.arange(0, ROWS)
-        is_old = row < first
-        keys = unit(convolved(row, is_old, KEY_DIM + dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge,
-                              first, token_stride, WIDTH, TAPS, True, False))  # fmt: skip
-        if DEPENDENT and EARLY:
-            gdc_wait()
-        q = unit(convolved(first + new, is_new, dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge, first,
-                           token_stride, WIDTH, TAPS, True, True)) * KEY_DIM**-0.5  # fmt: skip
-        k = unit(convolved(first + new, is_new, KEY_DIM + dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge,
-                           first, token_stride, WIDTH, TAPS, True, True))  # fmt: skip
-        queries_ptr += (seq * query_len * HEADS + head) * KEY_DIM
-        keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
-        products_ptr += (seq * query_len * HEADS + head) * (2 * BLOCK)
-        is_in = is_new[:, None] & is_dim[None, :]
-        tl.store(queries_ptr + new[:, None] * (HEADS * KEY_DIM) + dims[None, :], q, mask=is_in)
-        tl.store(keys_ptr + (first + new)[:, None] * KEY_DIM + dims[None, :], k, mask=is_in)
-        if first + stop - start >= BLOCK:
-            at = row[:, None] * KEY_DIM + dims[None, :]
-            tl.store(keys_ptr + at, keys, mask=is_old[:, None] & is_dim[None, :])
-        keys_ptr += first * KEY_DIM
-        tl.debug_barrier()
-        for token in range(stop - start):
-            own_k = tl.load(keys_ptr + token * KEY_DIM + dims, mask=is_dim, other=0.0)[None, :]
-            own_q = tl.load(queries_ptr + token * (HEADS * KEY_DIM) + dims, mask=is_dim, other=0.0)[None, :]
-            here = start + token - edge
-            keys = tl.where((row == here)[:, None], own_k, keys)
-            at = products_ptr + token * (HEADS * 2 * BLOCK) + row
-            tl.store(at, tl.sum(keys * own_k, 1), mask=row < BLOCK)
-            tl.store(at + BLOCK, tl.sum(keys * own_q, 1), mask=row < BLOCK)
-            if here == BLOCK - 1:
-                keys = tl.zeros_like(keys)
-                edge += BLOCK
-        for of_key in tl.static_range(2):
-            store_rows(slots, is_new, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start,
-                       token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-    else:
-        if DEPENDENT and EARLY:
-            gdc_wait()
-        shared = kind - 1
-        value_head, channels = head * SHARED + shared, 2 * KEY_DIM + shared * VALUE_DIM + columns
-        v = convolved(first + new, is_new, channels, is_column, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge, first,
-                      token_stride, WIDTH, TAPS, True, True)  # fmt: skip
-        of_head = (seq * query_len + new) * (HEADS * SHARED) + value_head
-        at = of_head[:, None] * VALUE_DIM + columns[None, :]
-        tl.store(values_ptr + at, v, mask=is_new[:, None] & is_column[None, :])
-        b_ptr += seq * query_len * small_stride + head * B_HEAD + shared
-        a_ptr += seq * query_len * small_stride + head * A_HEAD + shared
-        b = tl.load(b_ptr + new * small_stride, mask=is_new, other=0.0).to(tl.float32)
-        a = tl.load(a_ptr + new * small_stride, mask=is_new, other=0.0).to(tl.float32)
-        tl.store(steps_ptr + of_head * 2, tl.sigmoid(b), mask=is_new)
-        decay = decays(a, is_new, tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head))
-        tl.store(steps_ptr + of_head * 2 + 1, decay, mask=is_new)
-        store_rows(slots, is_new, channels, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head,
-                   HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        store_gates(slots, is_new, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS, SHARED,
-                    PAGE_SIZE, WIDTH)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
-def _round_kernel(
-    out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
-    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)]
-    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, SHARED * VALUE_DIM] float32, written
-    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
-    queries_ptr,  # [num_tokens, HEADS, KEY_DIM] float32
-    keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32
-    products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32
-    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32
-    steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32
-    a_log_ptr,  # [HEADS, SHARED] float32
-    dt_bias_ptr,  # [HEADS, SHARED] float32
-    seq_lens_ptr,  # [num_seqs] int64
-    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
-    query_len,
-    num_slots,  # of a sequence
-    table_stride,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # of a block
     STATE_PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NEW: tl.constexpr,  # rows of a round at most
+    FUSED: tl.constexpr,  # there was no first kernel
     EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs)."""
+    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs). If FUSED, programs of a key head store the same
+    vectors and products at the same places."""
     NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    PIECES: tl.constexpr = BLOCK_K // ROWS  # of a state, each as many rows as a block
     part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
     head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
+    first_token = seq * query_len
     start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
     stop = tl.minimum(start + query_len, num_slots)
     pages_ptr = table_ptr + seq * table_stride
-    out_ptr += (seq * query_len * HEADS * SHARED + value_head) * VALUE_DIM
-    keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
     row, dims, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
     is_dim, is_column, edge = dims < KEY_DIM, columns < VALUE_DIM, start // BLOCK * BLOCK
     numbers_of_state = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
     is_state = is_dim[:, None] & is_column[None, :]
-    first_ptr = keys_ptr + (start - edge) * KEY_DIM
     if DEPENDENT:
         gdc_launch_dependents()
         if not EARLY:
@@ -274,87 +269,126 @@ def _round_kernel(
     before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
     state = tl.load(states_ptr + before * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
     place = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE)
-    updates, decay, passed = _since_edge(
-        place + row, row < start - edge, columns, is_column, shared, tl.load(a_log_ptr + value_head),
-        tl.load(dt_bias_ptr + value_head), rows_ptr, updates_ptr, SHARED, VALUE_DIM,
-        2 * KEY_DIM + SHARED * (VALUE_DIM + 2),
-    )  # fmt: skip
-    if DEPENDENT and EARLY:
+    is_old = row < start - edge
+    updates_ptr += shared * VALUE_DIM
+    decays_ptr = updates_ptr + (SHARED - shared) * VALUE_DIM + KEY_DIM + shared
+    updates = tl.load(updates_ptr + (place + row)[:, None] * UPDATE_WIDTH + columns[None, :],
+                      mask=is_old[:, None] & is_column[None, :], other=0.0)  # fmt: skip
+    decay = tl.load(decays_ptr + (place + row) * UPDATE_WIDTH, mask=is_old, other=0.0)
+    passed = tl.load(decays_ptr + (place + start - edge - 1) * UPDATE_WIDTH, mask=start > edge, other=0.0)
+    if FUSED:
+        _keys(vectors_ptr, products_ptr, rows_ptr, updates_ptr - shared * VALUE_DIM, qkv_ptr, taps_ptr, pages_ptr,
+              first_token, start, stop, token_stride, head, QKV_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, TAPS,
+              PAGE_SIZE, UPDATE_WIDTH, BLOCK, ROWS, BLOCK_K, DEPENDENT and EARLY)  # fmt: skip
+    elif DEPENDENT and EARLY:
         gdc_wait()
+    _values(values_ptr, rows_ptr, qkv_ptr, b_ptr, a_ptr, taps_ptr, pages_ptr, first_token, start, stop, token_stride,
+            small_stride, head, shared, columns, is_column, part == 0, QKV_HEAD, B_HEAD, A_HEAD, HEADS, SHARED,
+            KEY_DIM, VALUE_DIM, TAPS, PAGE_SIZE, BLOCK)  # fmt: skip
+    a_log, dt_bias = tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head)
+    b_ptr += first_token * small_stride + head * B_HEAD + shared
+    a_ptr += first_token * small_stride + head * A_HEAD + shared
+    tl.debug_barrier()  # values are stored
     for token in range(stop - start):
-        here, of_head = start + token - edge, (seq * query_len + token) * HEADS + head
-        at = products_ptr + of_head * (2 * BLOCK) + row
-        of_k, of_q = tl.load(at, mask=row < here, other=0.0), tl.load(at + BLOCK, mask=row < here, other=0.0)
-        of_own = tl.load(products_ptr + of_head * (2 * BLOCK) + BLOCK + here)
-        k = tl.load(first_ptr + token * KEY_DIM + dims, mask=is_dim, other=0.0)
-        q = tl.load(queries_ptr + of_head * KEY_DIM + dims, mask=is_dim, other=0.0)
-        of_head = of_head * SHARED + shared
-        v = tl.load(values_ptr + of_head * VALUE_DIM + columns, mask=is_column, other=0.0)
-        beta = tl.load(steps_ptr + of_head * 2)
-        passed += tl.load(steps_ptr + of_head * 2 + 1)
+        here, of_head = start + token - edge, (first_token + token) * HEADS + head
+        beta = tl.sigmoid(tl.load(b_ptr + token * small_stride).to(tl.float32))
+        passed += decays(tl.load(a_ptr + token * small_stride).to(tl.float32), True, a_log, dt_bias)
+        v = tl.load(values_ptr + (of_head * SHARED + shared) * VALUE_DIM + columns, mask=is_column, other=0.0)
+        own_ptr = vectors_ptr + of_head * (2 * KEY_DIM) + dims
+        k = tl.load(own_ptr, mask=is_dim, other=0.0) * tl.exp(passed)
+        q = tl.load(own_ptr + KEY_DIM, mask=is_dim, other=0.0) * tl.exp(passed)
         between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
-        known = tl.exp(passed) * tl.sum(state * k[:, None], 0) + tl.sum((of_k * between)[:, None] * updates, 0)
-        output = tl.exp(passed) * tl.sum(state * q[:, None], 0) + tl.sum((of_q * between)[:, None] * updates, 0)
+        pairs_ptr = products_ptr + of_head * (2 * BLOCK)
+        of_k = tl.load(pairs_ptr + row, mask=row < here, other=0.0) * between
+        of_q = tl.load(pairs_ptr + BLOCK + row, mask=row < here, other=0.0) * between
+        own = tl.load(pairs_ptr + BLOCK + here)
+        from_k = tl.sum(tl.reshape(state * k[:, None], [PIECES, ROWS, BLOCK_V]), 0) + updates * of_k[:, None]
+        from_q = tl.sum(tl.reshape(state * q[:, None], [PIECES, ROWS, BLOCK_V]), 0) + updates * of_q[:, None]
+        known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
         update = beta * (v - known)
-        output += of_own * update
-        own_ptr = updates_ptr + ((place + here) * SHARED + shared) * VALUE_DIM
-        tl.store(own_ptr + columns, update, mask=is_column)
-        output = output.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token * (HEADS * SHARED * VALUE_DIM) + columns, output, mask=is_column)
+        output = (output + own * update).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (of_head * SHARED + shared) * VALUE_DIM + columns, output, mask=is_column)
+        tl.store(updates_ptr + (place + here) * UPDATE_WIDTH + columns, update, mask=is_column)
+        if part == 0:
+            tl.store(decays_ptr + (place + here) * UPDATE_WIDTH, passed)
         updates = tl.where((row == here)[:, None], update[None, :], updates)
         decay = tl.where(row == here, passed, decay)
         if here == BLOCK - 1:
             tl.debug_barrier()  # updates are stored
-            old = tl.load(states_ptr + before * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
             faded = tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))
-            block_ptr = first_ptr + (token + 1 - BLOCK) * KEY_DIM
-            advanced = _advanced(old * tl.exp(passed), block_ptr, faded, updates_ptr, place, dims, is_dim, columns,
-                                 is_column, shared, SHARED, KEY_DIM, VALUE_DIM, BLOCK)  # fmt: skip
-            to_ptr = states_ptr + place * STATE_PART + numbers_of_state
-            tl.store(to_ptr, advanced, mask=is_state)
+            _advance(states_ptr, updates_ptr, before, place, edge > 0, faded, tl.exp(passed), shared, columns,
+                     is_column, SHARED, KEY_DIM, VALUE_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
             tl.debug_barrier()
-            state = tl.load(to_ptr, mask=is_state, other=0.0)
+            state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_state, other=0.0)
             updates, passed = tl.zeros_like(updates), 0.0
             edge += BLOCK
             before, place = place, places(edge, start + token + 1 < stop, pages_ptr, head, HEADS, PAGE_SIZE)
     new = tl.arange(0, NEW)
     is_lost = (new >= stop - start) & (new < query_len)  # without a slot
-    at = new[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
+    at = ((first_token + new) * (HEADS * SHARED) + value_head)[:, None] * VALUE_DIM + columns[None, :]
     nothing = tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, nothing, mask=is_lost[:, None] & is_column[None, :])
 
 
 @triton.jit
-def _since_edge(
-    places, is_old, columns, is_column, shared, a_log, dt_bias, rows_ptr, updates_ptr, SHARED: tl.constexpr,
-    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+def _values(
+    values_ptr, rows_ptr, qkv_ptr, b_ptr, a_ptr, taps_ptr, pages_ptr, first_token, start, stop, token_stride,
+    small_stride, head, shared, columns, is_column, has_gates, QKV_HEAD: tl.constexpr, B_HEAD: tl.constexpr,
+    A_HEAD: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the updates [ROWS, BLOCK_V] of the rows at `places` of pools, zeros where `is_old` is False, their decays
-    since the edge [ROWS], and the decay of them all."""
-    at = places[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
-    updates = tl.load(updates_ptr + at, mask=is_old[:, None] & is_column[None, :], other=0.0)
-    a = tl.load(rows_ptr + places * WIDTH + WIDTH - SHARED + shared, mask=is_old, other=0.0)
-    own = decays(a.to(tl.float32), is_old, a_log, dt_bias)
-    return updates, tl.cumsum(own, 0), tl.sum(own, 0)
+    """Store some columns of the values of one head's new rows, behind the convolution and, as they are, in the pool;
+    also b and a, if `has_gates`."""
+    GROUP: tl.constexpr = 8
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
+    edge, group = start // BLOCK * BLOCK, tl.arange(0, GROUP)
+    first, channels = start - edge, 2 * KEY_DIM + shared * VALUE_DIM + columns
+    taps_ptr += head * CHANNELS * TAPS
+    qkv_ptr += first_token * token_stride + head * QKV_HEAD
+    b_ptr += first_token * small_stride + head * B_HEAD + shared
+    a_ptr += first_token * small_stride + head * A_HEAD + shared
+    values_ptr += (first_token * (HEADS * SHARED) + head * SHARED + shared) * VALUE_DIM
+    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
+    old = old_part(first + group, group < stop - start, channels, is_column, block_ptr, before_ptr, taps_ptr, edge,
+                   first, WIDTH, TAPS)  # fmt: skip
+    for begin in range(0, stop - start, GROUP):
+        token = begin + group
+        is_new = token < stop - start
+        v = new_part(old, token, is_new, channels, is_column, qkv_ptr, taps_ptr, token_stride, TAPS)
+        old = tl.zeros_like(old)
+        at = token[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
+        tl.store(values_ptr + at, v, mask=is_new[:, None] & is_column[None, :])
+        store_rows(start + token, is_new, channels, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride,
+                   head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        store_gates(start + token, is_new & has_gates, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride,
+                    head, HEADS, SHARED, PAGE_SIZE, WIDTH)  # fmt: skip
 
 
 @triton.jit
-def _advanced(
-    state, keys_ptr, faded, updates_ptr, place, dims, is_dim, columns, is_column, shared, SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
+def _advance(
+    states_ptr, updates_ptr, before, place, has_state, faded, decay, shared, columns, is_column,
+    SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, STATE_PART: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return `state` [BLOCK_K, BLOCK_V] with the products of a block's keys [BLOCK, KEY_DIM] and its stored updates,
-    each times `faded` [ROWS]. This is rare, so all is read again, few rows at a time, and no round keeps it ready."""
+    """Store some columns of the state behind the block at `place`: the state `before` times `decay`, and the products
+    of keys and updates, each times `faded` [ROWS]. This is rare, so all is read again, few rows at a time, and no round
+    keeps it ready."""
     TILE: tl.constexpr = 16
     NUM: tl.constexpr = faded.shape[0] // TILE
-    tile, row = tl.arange(0, NUM)[:, None], tl.arange(0, TILE)
+    tile, row, dims = tl.arange(0, NUM)[:, None], tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    is_dim = dims < KEY_DIM
+    is_state = is_dim[:, None] & is_column[None, :]
+    numbers = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
+    state = tl.load(states_ptr + before * STATE_PART + numbers, mask=is_state & has_state, other=0.0) * decay
     faded = tl.reshape(faded, [NUM, TILE])
+    updates_ptr += place * UPDATE_WIDTH
     for i in range(NUM):
-        is_row = i * TILE + row < BLOCK
-        is_in = is_dim[:, None] & is_row[None, :]
-        keys = tl.load(keys_ptr + (i * TILE + row)[None, :] * KEY_DIM + dims[:, None], mask=is_in, other=0.0)
-        at = (place + i * TILE + row)[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
-        update = tl.load(updates_ptr + at, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        own = i * TILE + row
+        at = updates_ptr + own[None, :] * UPDATE_WIDTH + ((SHARED - shared) * VALUE_DIM + dims)[:, None]
+        keys = tl.load(at, mask=is_dim[:, None] & (own < BLOCK)[None, :], other=0.0)
+        at = updates_ptr + own[:, None] * UPDATE_WIDTH + columns[None, :]
+        update = tl.load(at, mask=(own < BLOCK)[:, None] & is_column[None, :], other=0.0)
         update *= tl.sum(tl.where(tile == i, faded, 0.0), 0)[:, None]
         state = tl.dot(keys, update, state, input_precision="tf32x3")
-    return state
+    tl.store(states_ptr + place * STATE_PART + numbers, state, mask=is_state)

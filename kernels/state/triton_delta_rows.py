@@ -29,7 +29,7 @@ def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, p
     assert inputs.qkv.stride(2) == inputs.b.stride(2) == inputs.a.stride(2) == 1, [each.stride() for each in inputs]
     assert inputs.b.stride(0) == inputs.a.stride(0), (inputs.b.stride(), inputs.a.stride())
     page_size = pools.rows.shape[3]
-    widths = [num_channels + 2 * num_shared, num_shared * value_dim, pools.states.shape[4]]
+    widths = [weights.width, weights.update_width, pools.states.shape[4]]
     for pool, width in zip(pools, widths, strict=True):
         assert pool.is_contiguous() and pool.shape[1:] == (1, num_heads, page_size, width), (pool.shape, width)
     assert weights.num_before <= plan.block, (weights.num_before, plan.block)
@@ -69,22 +69,42 @@ def convolved(
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     HAS_OLD: tl.constexpr,  # rows before the first new one are read
-    HAS_NEW: tl.constexpr,
 ):
     """Return rows behind the convolution and silu, [M, N] float32; zeros where `is_row` or `is_channel` is False. Rows
     before the first new one lie in its block, or just before."""
     mixed = tl.zeros([rows.shape[0], channels.shape[0]], tl.float32)
+    if HAS_OLD:
+        mixed = old_part(rows, is_row, channels, is_channel, block_ptr, before_ptr, taps_ptr, edge, first_new, WIDTH,
+                         TAPS)  # fmt: skip
+    return new_part(mixed, rows - first_new, is_row, channels, is_channel, new_ptr, taps_ptr, token_stride, TAPS)
+
+
+@triton.jit
+def old_part(
+    rows, is_row, channels, is_channel, block_ptr, before_ptr, taps_ptr, edge, first_new, WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+):  # fmt: skip
+    """Return the part of the convolution of rows that rows before the first new one have, [M, N]. These are a row's
+    first ones, so `new_part` goes on in the same order."""
+    mixed = tl.zeros([rows.shape[0], channels.shape[0]], tl.float32)
     for tap in tl.static_range(TAPS):
         at = rows - (TAPS - 1) + tap
-        x = tl.zeros([rows.shape[0], channels.shape[0]], tl.float32)
-        if HAS_OLD:
-            old = tl.where(at >= 0, block_ptr, before_ptr) + at * WIDTH
-            is_in = (is_row & (at < first_new) & (edge + at >= 0))[:, None] & is_channel[None, :]
-            x += tl.load(old[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
-        if HAS_NEW:
-            new = new_ptr + (at - first_new).to(tl.int64) * token_stride
-            is_in = (is_row & (at >= first_new))[:, None] & is_channel[None, :]
-            x += tl.load(new[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
+        old = tl.where(at >= 0, block_ptr, before_ptr) + at * WIDTH
+        is_in = (is_row & (at < first_new) & (edge + at >= 0))[:, None] & is_channel[None, :]
+        x = tl.load(old[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
+        mixed += x * tl.load(taps_ptr + channels * TAPS + tap, mask=is_channel, other=0.0)[None, :]
+    return mixed
+
+
+@triton.jit
+def new_part(mixed, tokens, is_row, channels, is_channel, new_ptr, taps_ptr, token_stride, TAPS: tl.constexpr):
+    """Return rows behind the convolution and silu, given the part of old rows. `tokens` [M] are the rows, counted from
+    the first new one."""
+    for tap in tl.static_range(TAPS):
+        at = tokens - (TAPS - 1) + tap
+        new = new_ptr + at.to(tl.int64) * token_stride
+        is_in = (is_row & (at >= 0))[:, None] & is_channel[None, :]
+        x = tl.load(new[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
         mixed += x * tl.load(taps_ptr + channels * TAPS + tap, mask=is_channel, other=0.0)[None, :]
     return mixed * tl.sigmoid(mixed)
 

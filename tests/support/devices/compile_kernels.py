@@ -315,21 +315,26 @@ def _delta() -> None:
     sizes = {"HEADS": 16, "SHARED": 2, "KEY_DIM": 128, "VALUE_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_K": 128}
     strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
     strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
-    of_round = types | dict.fromkeys(("queries", "keys", "products", "values", "steps"), "*fp32")
-    both = {**sizes, "ROWS": 64, "NEW": 16, "EARLY": True, "DEPENDENT": True}
-    kernel, constants = triton_delta_round._rows_kernel, {**both, **strides, "BLOCK_V": 128}
-    print("rows", compiled_bytes(kernel, constants, of_round, num_warps=8, num_stages=1, maxnreg=80))
-    kernel, constants = triton_delta_round._round_kernel, {**both, "BLOCK_V": 32, "STATE_PART": 512}
-    print("round", compiled_bytes(kernel, constants, of_round, num_warps=4, num_stages=1, maxnreg=128))
+    of_round = types | dict.fromkeys(("vectors", "products", "values"), "*fp32")
+    both = {**sizes, "UPDATE_WIDTH": 392, "ROWS": 64, "EARLY": True, "DEPENDENT": True, "QKV_HEAD": 768, "TAPS": 4}
+    both |= {"token_stride": 16 * 772}
+    of_state = {**strides, **both, "BLOCK_V": 64, "STATE_PART": 512, "NEW": 16}
+    launch = {"num_warps": 8, "num_stages": 1, "maxnreg": 80}
+    print("keys", compiled_bytes(triton_delta_round._keys_kernel, both, of_round, **launch))
+    for is_fused in (False, True):
+        name, constants = f"round {is_fused}", {**of_state, "FUSED": is_fused}
+        launch["maxnreg"] = 128 if is_fused else 80
+        print(name, compiled_bytes(triton_delta_round._round_kernel, constants, of_round, **launch))
     for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
         own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
         of_block = {**sizes, "ROWS": 64}
+        of_updates = {"UPDATE_WIDTH": 392}
         prompt = {
-            "convolve": {**sizes, **strides, "BLOCK_V": 128, "SCALE": scale},
-            "pairs": of_block,
+            "convolve": {**sizes, **strides, **of_updates, "BLOCK_V": 128, "SCALE": scale},
+            "pairs": {**of_block, **of_updates},
             "invert": {"HEADS": 32, "BLOCK": 64},
             "solve": {**of_block, "BLOCK_V": 128},
-            "pass": {**of_block, "BLOCK_V": 32, "STATE_PART": 512, "SCALE": scale},
+            "pass": {**of_block, **of_updates, "BLOCK_V": 32, "STATE_PART": 512, "SCALE": scale},
         }
         for name, constants in prompt.items():
             kernel, num_warps = getattr(triton_delta_prompt, f"_{name}_kernel"), 1 if name == "invert" else 4
