@@ -1,10 +1,10 @@
 """Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge.
 
-Two kernels share the work. The first one has a key head of a sequence: it computes queries and keys of new rows, and
-their products with all keys since the edge. The second one has some columns of one value head of a sequence. Columns
-of states, values and updates are independent of each other, so programs do not wait for each other. Its states are on
-the way while the first one runs. If sequences are few, each program of the second kernel does the first one's work for
-itself, because a second kernel would take longer.
+Two kernels share the work. The first one computes what does not depend on a state: queries, keys, values and decays of
+new rows, and products with all keys since the edge. The second one has some columns of one value head of a sequence.
+Columns of states, values and updates are independent of each other, so programs do not wait for each other. Its states
+are on the way while the first one runs. If sequences are few, each program of the second kernel does the first one's
+work for itself, because a second kernel would take longer.
 
 New rows are convolved in groups of one size. Else both take them one after another, and what they read of earlier rows
 is what earlier rounds stored. So the bits of a row depend neither on the rows of a round nor on the other sequences.
@@ -50,12 +50,13 @@ class _New(NamedTuple):
     vectors: Tensor  # [num_tokens, num_key_heads, 2, key_dim], key and query
     products: Tensor  # [num_tokens, num_key_heads, 2, block], of both with the block's keys
     values: Tensor  # [num_tokens, num_value_heads, value_dim]
+    steps: Tensor  # [num_tokens, num_value_heads, 2], beta, and the decay since the edge
 
     @classmethod
     def allocate(cls, num_tokens: int, block: int, weights: DeltaWeights) -> _New:
         num_heads, num_shared, key_dim, value_dim = weights.state_shape
-        of_key_head, of_values = (num_tokens, num_heads, 2), (num_tokens, num_heads * num_shared, value_dim)
-        shapes = (*of_key_head, key_dim), (*of_key_head, block), of_values
+        of_key_head, of_value_head = (num_tokens, num_heads, 2), (num_tokens, num_heads * num_shared)
+        shapes = (*of_key_head, key_dim), (*of_key_head, block), (*of_value_head, value_dim), (*of_value_head, 2)
         return cls(*(torch.empty(shape, dtype=torch.float32, device=weights.taps.device) for shape in shapes))
 
 
@@ -74,10 +75,13 @@ def delta_round(
     assert plan.seq_lens.is_contiguous() and plan.table.stride(1) == 1, (plan.seq_lens, plan.table)
     out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.qkv.dtype, device=inputs.qkv.device)
     new, rows = _New.allocate(num_tokens, plan.block, weights), max(TILE, plan.block)
-    block_v = min(TILE_OF_STATE[0], max(TILE, triton.next_power_of_2(value_dim)))
+    whole_v = max(TILE, triton.next_power_of_2(value_dim))
+    block_v = min(TILE_OF_STATE[0], whole_v)
     is_fused, dependent = num_seqs <= MOST_FUSED, gpu.dependent_launch(num_tokens)
     sizes = {
         "QKV_HEAD": inputs.qkv.stride(1),
+        "B_HEAD": inputs.b.stride(1),
+        "A_HEAD": inputs.a.stride(1),
         "HEADS": num_heads,
         "SHARED": num_shared,
         "KEY_DIM": key_dim,
@@ -88,6 +92,7 @@ def delta_round(
         "BLOCK": plan.block,
         "ROWS": rows,
         "BLOCK_K": max(rows, triton.next_power_of_2(key_dim)),
+        "WHOLE_V": whole_v,
         "EARLY": is_alone,
         "DEPENDENT": dependent,
         "num_warps": TILE_OF_STATE[1],
@@ -95,33 +100,40 @@ def delta_round(
         "launch_pdl": dependent,
     }
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
+    given = *pools[:2], inputs.qkv, inputs.b, inputs.a, *weights[:3], *places, inputs.qkv.stride(0), inputs.b.stride(0)
     if not is_fused:
-        _keys_kernel[num_heads, num_seqs](
-            *new[:2], *pools[:2], inputs.qkv, weights.taps, *places, inputs.qkv.stride(0), maxnreg=80, **sizes
-        )
+        _rows_kernel[num_heads * (1 + num_shared), num_seqs](*new, *given, maxnreg=80, **sizes)
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
-        out, *pools, *new, inputs.qkv, *inputs[2:], *weights[:3], *places, inputs.qkv.stride(0), inputs.b.stride(0),
-        B_HEAD=inputs.b.stride(1), A_HEAD=inputs.a.stride(1), STATE_PART=pools.states.shape[4], BLOCK_V=block_v,
-        NEW=MAX_ROUND_LEN, FUSED=is_fused, maxnreg=128 if is_fused else TILE_OF_STATE[2], **sizes,
+        out, pools.states, *new, *given, STATE_PART=pools.states.shape[4], BLOCK_V=block_v, NEW=MAX_ROUND_LEN,
+        FUSED=is_fused, maxnreg=128 if is_fused else TILE_OF_STATE[2], **sizes,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
-def _keys_kernel(
+def _rows_kernel(
     vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32, written
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, written
+    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32, written
+    steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32, written
     rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
     updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
+    b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
+    a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
     taps_ptr,  # [HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM, TAPS] float32
+    a_log_ptr,  # [HEADS, SHARED] float32
+    dt_bias_ptr,  # [HEADS, SHARED] float32
     seq_lens_ptr,  # [num_seqs] int64
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     query_len,
     num_slots,  # of a sequence
     table_stride,
     token_stride,
+    small_stride,
     QKV_HEAD: tl.constexpr,
+    B_HEAD: tl.constexpr,
+    A_HEAD: tl.constexpr,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -132,20 +144,29 @@ def _keys_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # of a block
     BLOCK_K: tl.constexpr,
+    WHOLE_V: tl.constexpr,
     EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (HEADS, num_seqs)."""
-    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid: (HEADS * (1 + SHARED), num_seqs). A program has the queries and keys of a key head, or the values of one
+    value head."""
+    head, kind, seq = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
+    first_token, pages_ptr = seq * query_len, table_ptr + seq * table_stride
     start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
     stop = tl.minimum(start + query_len, num_slots)
     if DEPENDENT:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
-    _keys(vectors_ptr, products_ptr, rows_ptr, updates_ptr, qkv_ptr, taps_ptr, table_ptr + seq * table_stride,
-          seq * query_len, start, stop, token_stride, head, QKV_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, TAPS,
-          PAGE_SIZE, UPDATE_WIDTH, BLOCK, ROWS, BLOCK_K, DEPENDENT and EARLY)  # fmt: skip
+    if kind == 0:
+        _keys(vectors_ptr, products_ptr, rows_ptr, updates_ptr, qkv_ptr, taps_ptr, pages_ptr, first_token, start, stop,
+              token_stride, head, QKV_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, TAPS, PAGE_SIZE, UPDATE_WIDTH, BLOCK,
+              ROWS, BLOCK_K, DEPENDENT and EARLY)  # fmt: skip
+    else:
+        _values(values_ptr, steps_ptr, rows_ptr, updates_ptr, qkv_ptr, b_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr,
+                pages_ptr, first_token, start, stop, token_stride, small_stride, head, kind - 1, QKV_HEAD, B_HEAD,
+                A_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, TAPS, PAGE_SIZE, UPDATE_WIDTH, BLOCK, WHOLE_V,
+                DEPENDENT and EARLY)  # fmt: skip
 
 
 @triton.jit
@@ -206,15 +227,66 @@ def _keys(
             edge += BLOCK
 
 
+@triton.jit
+def _values(
+    values_ptr, steps_ptr, rows_ptr, updates_ptr, qkv_ptr, b_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr, pages_ptr,
+    first_token, start, stop, token_stride, small_stride, head, shared, QKV_HEAD: tl.constexpr, B_HEAD: tl.constexpr,
+    A_HEAD: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAPS: tl.constexpr, PAGE_SIZE: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE_V: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Store the values of one head's new rows, beta, and the decays since the edge."""
+    GROUP: tl.constexpr = 8
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
+    edge, group, columns = start // BLOCK * BLOCK, tl.arange(0, GROUP), tl.arange(0, WHOLE_V)
+    first, channels, is_column = start - edge, 2 * KEY_DIM + shared * VALUE_DIM + columns, columns < VALUE_DIM
+    taps_ptr += head * CHANNELS * TAPS
+    qkv_ptr += first_token * token_stride + head * QKV_HEAD
+    b_ptr += first_token * small_stride + head * B_HEAD + shared
+    a_ptr += first_token * small_stride + head * A_HEAD + shared
+    values_ptr += ((first_token * HEADS + head) * SHARED + shared) * VALUE_DIM
+    steps_ptr += ((first_token * HEADS + head) * SHARED + shared) * 2
+    decays_ptr = updates_ptr + SHARED * VALUE_DIM + KEY_DIM + shared
+    a_log, dt_bias = tl.load(a_log_ptr + head * SHARED + shared), tl.load(dt_bias_ptr + head * SHARED + shared)
+    before = places(start - 1, first > 0, pages_ptr, head, HEADS, PAGE_SIZE)
+    passed = tl.load(decays_ptr + before * UPDATE_WIDTH, mask=first > 0, other=0.0)
+    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
+    old = old_part(first + group, group < stop - start, channels, is_column, block_ptr, before_ptr, taps_ptr, edge,
+                   first, WIDTH, TAPS)  # fmt: skip
+    if WAIT:
+        gdc_wait()
+    for begin in range(0, stop - start, GROUP):
+        token = begin + group
+        is_new = token < stop - start
+        v = new_part(old, token, is_new, channels, is_column, qkv_ptr, taps_ptr, token_stride, TAPS)
+        old = tl.zeros_like(old)  # a group has no fewer rows than a convolution
+        at = token[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
+        tl.store(values_ptr + at, v, mask=is_new[:, None] & is_column[None, :])
+        store_rows(start + token, is_new, channels, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride,
+                   head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        store_gates(start + token, is_new, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS,
+                    SHARED, PAGE_SIZE, WIDTH)  # fmt: skip
+    for number in range(stop - start):
+        b = tl.load(b_ptr + number * small_stride).to(tl.float32)
+        a = tl.load(a_ptr + number * small_stride).to(tl.float32)
+        slot = start + number
+        passed = tl.where(slot % BLOCK == 0, 0.0, passed) + decays(a, True, a_log, dt_bias)
+        tl.store(steps_ptr + number * (2 * HEADS * SHARED), tl.sigmoid(b))
+        tl.store(steps_ptr + number * (2 * HEADS * SHARED) + 1, passed)
+        tl.store(decays_ptr + places(slot, True, pages_ptr, head, HEADS, PAGE_SIZE) * UPDATE_WIDTH, passed)
+
+
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
 def _round_kernel(
     out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
-    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
-    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
     vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32, written if FUSED
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, written if FUSED
-    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32, written
+    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32, written if FUSED
+    steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32, written if FUSED
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
     b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
     a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
@@ -240,154 +312,139 @@ def _round_kernel(
     UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # of a block
-    STATE_PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WHOLE_V: tl.constexpr,
+    EARLY: tl.constexpr,  # pages are read before the kernel before ends
+    DEPENDENT: tl.constexpr,
+    STATE_PART: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NEW: tl.constexpr,  # rows of a round at most
     FUSED: tl.constexpr,  # there was no first kernel
-    EARLY: tl.constexpr,  # pages are read before the kernel before ends
-    DEPENDENT: tl.constexpr,
 ):
-    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs). If FUSED, programs of a key head store the same
-    vectors and products at the same places."""
+    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs). If FUSED, programs of a head store the same numbers
+    at the same places."""
     NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    PIECES: tl.constexpr = BLOCK_K // ROWS  # of a state, each as many rows as a block
     part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
     head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
-    first_token = seq * query_len
+    first_token, pages_ptr = seq * query_len, table_ptr + seq * table_stride
     start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
     stop = tl.minimum(start + query_len, num_slots)
-    pages_ptr = table_ptr + seq * table_stride
     row, dims, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_dim, is_column, edge = dims < KEY_DIM, columns < VALUE_DIM, start // BLOCK * BLOCK
-    numbers_of_state = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
-    is_state = is_dim[:, None] & is_column[None, :]
+    is_column, edge = columns < VALUE_DIM, start // BLOCK * BLOCK
+    numbers = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
+    is_state = (dims < KEY_DIM)[:, None] & is_column[None, :]
     if DEPENDENT:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
     before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
-    state = tl.load(states_ptr + before * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
+    state = tl.load(states_ptr + before * STATE_PART + numbers, mask=is_state & (edge > 0), other=0.0)
     place = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE)
+    at = updates_ptr + (place + row) * UPDATE_WIDTH
     is_old = row < start - edge
-    updates_ptr += shared * VALUE_DIM
-    decays_ptr = updates_ptr + (SHARED - shared) * VALUE_DIM + KEY_DIM + shared
-    updates = tl.load(updates_ptr + (place + row)[:, None] * UPDATE_WIDTH + columns[None, :],
-                      mask=is_old[:, None] & is_column[None, :], other=0.0)  # fmt: skip
-    decay = tl.load(decays_ptr + (place + row) * UPDATE_WIDTH, mask=is_old, other=0.0)
-    passed = tl.load(decays_ptr + (place + start - edge - 1) * UPDATE_WIDTH, mask=start > edge, other=0.0)
+    updates = tl.load(at[:, None] + (shared * VALUE_DIM + columns)[None, :], mask=is_old[:, None] & is_column[None, :],
+                      other=0.0)  # fmt: skip
+    decay = tl.load(at + (SHARED * VALUE_DIM + KEY_DIM) + shared, mask=is_old, other=0.0)
     if FUSED:
-        _keys(vectors_ptr, products_ptr, rows_ptr, updates_ptr - shared * VALUE_DIM, qkv_ptr, taps_ptr, pages_ptr,
-              first_token, start, stop, token_stride, head, QKV_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, TAPS,
-              PAGE_SIZE, UPDATE_WIDTH, BLOCK, ROWS, BLOCK_K, DEPENDENT and EARLY)  # fmt: skip
+        _keys(vectors_ptr, products_ptr, rows_ptr, updates_ptr, qkv_ptr, taps_ptr, pages_ptr, first_token, start, stop,
+              token_stride, head, QKV_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, TAPS, PAGE_SIZE, UPDATE_WIDTH, BLOCK,
+              ROWS, BLOCK_K, DEPENDENT and EARLY)  # fmt: skip
+        _values(values_ptr, steps_ptr, rows_ptr, updates_ptr, qkv_ptr, b_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr,
+                pages_ptr, first_token, start, stop, token_stride, small_stride, head, shared, QKV_HEAD, B_HEAD,
+                A_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, TAPS, PAGE_SIZE, UPDATE_WIDTH, BLOCK, WHOLE_V,
+                DEPENDENT and EARLY)  # fmt: skip
+        tl.debug_barrier()
     elif DEPENDENT and EARLY:
         gdc_wait()
-    _values(values_ptr, rows_ptr, qkv_ptr, b_ptr, a_ptr, taps_ptr, pages_ptr, first_token, start, stop, token_stride,
-            small_stride, head, shared, columns, is_column, part == 0, QKV_HEAD, B_HEAD, A_HEAD, HEADS, SHARED,
-            KEY_DIM, VALUE_DIM, TAPS, PAGE_SIZE, BLOCK)  # fmt: skip
-    a_log, dt_bias = tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head)
-    b_ptr += first_token * small_stride + head * B_HEAD + shared
-    a_ptr += first_token * small_stride + head * A_HEAD + shared
-    tl.debug_barrier()  # values are stored
-    for token in range(stop - start):
-        here, of_head = start + token - edge, (first_token + token) * HEADS + head
-        beta = tl.sigmoid(tl.load(b_ptr + token * small_stride).to(tl.float32))
-        passed += decays(tl.load(a_ptr + token * small_stride).to(tl.float32), True, a_log, dt_bias)
-        v = tl.load(values_ptr + (of_head * SHARED + shared) * VALUE_DIM + columns, mask=is_column, other=0.0)
-        own_ptr = vectors_ptr + of_head * (2 * KEY_DIM) + dims
-        k = tl.load(own_ptr, mask=is_dim, other=0.0) * tl.exp(passed)
-        q = tl.load(own_ptr + KEY_DIM, mask=is_dim, other=0.0) * tl.exp(passed)
-        between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
-        pairs_ptr = products_ptr + of_head * (2 * BLOCK)
-        of_k = tl.load(pairs_ptr + row, mask=row < here, other=0.0) * between
-        of_q = tl.load(pairs_ptr + BLOCK + row, mask=row < here, other=0.0) * between
-        own = tl.load(pairs_ptr + BLOCK + here)
-        from_k = tl.sum(tl.reshape(state * k[:, None], [PIECES, ROWS, BLOCK_V]), 0) + updates * of_k[:, None]
-        from_q = tl.sum(tl.reshape(state * q[:, None], [PIECES, ROWS, BLOCK_V]), 0) + updates * of_q[:, None]
-        known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
-        update = beta * (v - known)
-        output = (output + own * update).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (of_head * SHARED + shared) * VALUE_DIM + columns, output, mask=is_column)
-        tl.store(updates_ptr + (place + here) * UPDATE_WIDTH + columns, update, mask=is_column)
-        if part == 0:
-            tl.store(decays_ptr + (place + here) * UPDATE_WIDTH, passed)
-        updates = tl.where((row == here)[:, None], update[None, :], updates)
-        decay = tl.where(row == here, passed, decay)
-        if here == BLOCK - 1:
-            tl.debug_barrier()  # updates are stored
-            faded = tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))
-            _advance(states_ptr, updates_ptr, before, place, edge > 0, faded, tl.exp(passed), shared, columns,
-                     is_column, SHARED, KEY_DIM, VALUE_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
-            tl.debug_barrier()
-            state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_state, other=0.0)
-            updates, passed = tl.zeros_like(updates), 0.0
-            edge += BLOCK
-            before, place = place, places(edge, start + token + 1 < stop, pages_ptr, head, HEADS, PAGE_SIZE)
+    out_ptr += value_head * VALUE_DIM
+    end = tl.minimum(stop, edge + BLOCK)
+    decay = _rows_of_block(out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, state, updates,
+                           decay, first_token, start, end, edge, place, value_head, columns, is_column, HEADS, SHARED,
+                           KEY_DIM, VALUE_DIM, UPDATE_WIDTH, BLOCK, ROWS, BLOCK_K, BLOCK_V)  # fmt: skip
+    for _ in range(start // BLOCK, stop // BLOCK):  # blocks that the round completes
+        tl.debug_barrier()  # updates are stored
+        _advance(states_ptr, updates_ptr, before, place, edge > 0, decay, shared, columns, is_column, SHARED, KEY_DIM,
+                 VALUE_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
+        tl.debug_barrier()
+        state = tl.load(states_ptr + place * STATE_PART + numbers, mask=is_state, other=0.0)
+        edge += BLOCK
+        end = tl.minimum(stop, edge + BLOCK)
+        before, place = place, places(edge, edge < stop, pages_ptr, head, HEADS, PAGE_SIZE)
+        decay = _rows_of_block(out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, state,
+                               tl.zeros_like(updates), tl.zeros_like(decay), first_token + edge - start, edge, end,
+                               edge, place, value_head, columns, is_column, HEADS, SHARED, KEY_DIM, VALUE_DIM,
+                               UPDATE_WIDTH, BLOCK, ROWS, BLOCK_K, BLOCK_V)  # fmt: skip
     new = tl.arange(0, NEW)
     is_lost = (new >= stop - start) & (new < query_len)  # without a slot
-    at = ((first_token + new) * (HEADS * SHARED) + value_head)[:, None] * VALUE_DIM + columns[None, :]
+    lost_ptr = out_ptr + (first_token + new)[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
     nothing = tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, nothing, mask=is_lost[:, None] & is_column[None, :])
+    tl.store(lost_ptr, nothing, mask=is_lost[:, None] & is_column[None, :])
 
 
 @triton.jit
-def _values(
-    values_ptr, rows_ptr, qkv_ptr, b_ptr, a_ptr, taps_ptr, pages_ptr, first_token, start, stop, token_stride,
-    small_stride, head, shared, columns, is_column, has_gates, QKV_HEAD: tl.constexpr, B_HEAD: tl.constexpr,
-    A_HEAD: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAPS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+def _rows_of_block(
+    out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, state, updates, decay, first_token, start,
+    stop, edge, place, value_head, columns, is_column, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Store some columns of the values of one head's new rows, behind the convolution and, as they are, in the pool;
-    also b and a, if `has_gates`."""
-    GROUP: tl.constexpr = 8
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
-    edge, group = start // BLOCK * BLOCK, tl.arange(0, GROUP)
-    first, channels = start - edge, 2 * KEY_DIM + shared * VALUE_DIM + columns
-    taps_ptr += head * CHANNELS * TAPS
-    qkv_ptr += first_token * token_stride + head * QKV_HEAD
-    b_ptr += first_token * small_stride + head * B_HEAD + shared
-    a_ptr += first_token * small_stride + head * A_HEAD + shared
-    values_ptr += (first_token * (HEADS * SHARED) + head * SHARED + shared) * VALUE_DIM
-    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
-    old = old_part(first + group, group < stop - start, channels, is_column, block_ptr, before_ptr, taps_ptr, edge,
-                   first, WIDTH, TAPS)  # fmt: skip
-    for begin in range(0, stop - start, GROUP):
-        token = begin + group
-        is_new = token < stop - start
-        v = new_part(old, token, is_new, channels, is_column, qkv_ptr, taps_ptr, token_stride, TAPS)
-        old = tl.zeros_like(old)
-        at = token[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
-        tl.store(values_ptr + at, v, mask=is_new[:, None] & is_column[None, :])
-        store_rows(start + token, is_new, channels, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride,
-                   head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        store_gates(start + token, is_new & has_gates, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride,
-                    head, HEADS, SHARED, PAGE_SIZE, WIDTH)  # fmt: skip
+    """Store updates and outputs of new rows of one block, which follow the old rows that have `updates` [ROWS, BLOCK_V]
+    and `decay` [ROWS]. Return the decays of all."""
+    PIECES: tl.constexpr = BLOCK_K // ROWS  # of a state, each as many rows as a block
+    head, shared = value_head // SHARED, value_head % SHARED
+    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    is_dim = dims < KEY_DIM
+    for number in range(stop - start):
+        here, of_head = start + number - edge, (first_token + number) * HEADS + head
+        of_value_head = of_head * SHARED + shared
+        vector_ptr, pairs_ptr = vectors_ptr + of_head * (2 * KEY_DIM) + dims, products_ptr + of_head * (2 * BLOCK)
+        beta, passed = tl.load(steps_ptr + of_value_head * 2), tl.load(steps_ptr + of_value_head * 2 + 1)
+        k, q = tl.load(vector_ptr, mask=is_dim, other=0.0), tl.load(vector_ptr + KEY_DIM, mask=is_dim, other=0.0)
+        of_k = tl.load(pairs_ptr + row, mask=row < here, other=0.0)
+        of_q = tl.load(pairs_ptr + BLOCK + row, mask=row < here, other=0.0)
+        own = tl.load(pairs_ptr + BLOCK + here)
+        v = tl.load(values_ptr + of_value_head * VALUE_DIM + columns, mask=is_column, other=0.0)
+        between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
+        from_k = tl.reshape(state * (k * tl.exp(passed))[:, None], [PIECES, ROWS, BLOCK_V])
+        from_k = tl.sum(from_k, 0) + updates * (of_k * between)[:, None]
+        from_q = tl.reshape(state * (q * tl.exp(passed))[:, None], [PIECES, ROWS, BLOCK_V])
+        from_q = tl.sum(from_q, 0) + updates * (of_q * between)[:, None]
+        known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
+        update = beta * (v - known)
+        output = (output + own * update).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (first_token + number) * (HEADS * SHARED * VALUE_DIM) + columns, output, mask=is_column)
+        tl.store(updates_ptr + (place + here) * UPDATE_WIDTH + shared * VALUE_DIM + columns, update, mask=is_column)
+        updates = tl.where((row == here)[:, None], update[None, :], updates)
+        decay = tl.where(row == here, passed, decay)
+    return decay
 
 
 @triton.jit
 def _advance(
-    states_ptr, updates_ptr, before, place, has_state, faded, decay, shared, columns, is_column,
-    SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, STATE_PART: tl.constexpr, BLOCK_K: tl.constexpr,
+    states_ptr, updates_ptr, before, place, has_state, decay, shared, columns, is_column, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    STATE_PART: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store some columns of the state behind the block at `place`: the state `before` times `decay`, and the products
-    of keys and updates, each times `faded` [ROWS]. This is rare, so all is read again, few rows at a time, and no round
-    keeps it ready."""
+    """Store some columns of the state behind the block at `place`: the decayed state `before`, and the decayed products
+    of keys and updates. `decay` [ROWS] is that of each row. This is rare, so all is read again, few rows at a time, and
+    no round keeps it ready."""
     TILE: tl.constexpr = 16
-    NUM: tl.constexpr = faded.shape[0] // TILE
+    NUM: tl.constexpr = decay.shape[0] // TILE
     tile, row, dims = tl.arange(0, NUM)[:, None], tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    all_rows = tl.arange(0, decay.shape[0])
+    last = tl.sum(tl.where(all_rows == BLOCK - 1, decay, 0.0), 0)
+    faded = tl.reshape(tl.exp(tl.where(all_rows < BLOCK, last - decay, float("-inf"))), [NUM, TILE])
     is_dim = dims < KEY_DIM
     is_state = is_dim[:, None] & is_column[None, :]
     numbers = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
-    state = tl.load(states_ptr + before * STATE_PART + numbers, mask=is_state & has_state, other=0.0) * decay
-    faded = tl.reshape(faded, [NUM, TILE])
+    state = tl.load(states_ptr + before * STATE_PART + numbers, mask=is_state & has_state, other=0.0)
+    state *= tl.exp(last)
     updates_ptr += place * UPDATE_WIDTH
     for i in range(NUM):
         own = i * TILE + row
-        at = updates_ptr + own[None, :] * UPDATE_WIDTH + ((SHARED - shared) * VALUE_DIM + dims)[:, None]
+        at = updates_ptr + own[None, :] * UPDATE_WIDTH + (SHARED * VALUE_DIM + dims)[:, None]
         keys = tl.load(at, mask=is_dim[:, None] & (own < BLOCK)[None, :], other=0.0)
-        at = updates_ptr + own[:, None] * UPDATE_WIDTH + columns[None, :]
+        at = updates_ptr + own[:, None] * UPDATE_WIDTH + (shared * VALUE_DIM + columns)[None, :]
         update = tl.load(at, mask=(own < BLOCK)[:, None] & is_column[None, :], other=0.0)
         update *= tl.sum(tl.where(tile == i, faded, 0.0), 0)[:, None]
         state = tl.dot(keys, update, state, input_precision="tf32x3")

@@ -119,7 +119,7 @@ def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
     """Rounds of one row by other columns, warps and registers than the kernel chooses, by one kernel and by two."""
     chosen, most = triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_FUSED
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for is_fused, tile in itertools.product((False, True), ((64, 8, 64), (64, 8, 80), (64, 8, 128), (32, 4, 128))):
+    for is_fused, tile in itertools.product((False, True), ((64, 8, 64), (64, 8, 80), (64, 4, 128), (32, 4, 80))):
         triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_FUSED = tile, 1024 if is_fused else 0
         name = "{} columns, {} warps, {} registers, {} kernels".format(*tile, 1 if is_fused else 2)
         for kernel in rounds(one, has_peer=False):

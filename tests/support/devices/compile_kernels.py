@@ -315,16 +315,14 @@ def _delta() -> None:
     sizes = {"HEADS": 16, "SHARED": 2, "KEY_DIM": 128, "VALUE_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_K": 128}
     strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
     strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
-    of_round = types | dict.fromkeys(("vectors", "products", "values"), "*fp32")
-    both = {**sizes, "UPDATE_WIDTH": 392, "ROWS": 64, "EARLY": True, "DEPENDENT": True, "QKV_HEAD": 768, "TAPS": 4}
-    both |= {"token_stride": 16 * 772}
-    of_state = {**strides, **both, "BLOCK_V": 64, "STATE_PART": 512, "NEW": 16}
+    of_round = types | dict.fromkeys(("vectors", "products", "values", "steps"), "*fp32")
+    of_rows = {**sizes, **strides, "UPDATE_WIDTH": 392, "ROWS": 64, "WHOLE_V": 128, "EARLY": True, "DEPENDENT": True}
     launch = {"num_warps": 8, "num_stages": 1, "maxnreg": 80}
-    print("keys", compiled_bytes(triton_delta_round._keys_kernel, both, of_round, **launch))
+    print("rows", compiled_bytes(triton_delta_round._rows_kernel, of_rows, of_round, **launch))
     for is_fused in (False, True):
-        name, constants = f"round {is_fused}", {**of_state, "FUSED": is_fused}
+        name, own = f"round {is_fused}", {"BLOCK_V": 64, "STATE_PART": 512, "NEW": 16, "FUSED": is_fused}
         launch["maxnreg"] = 128 if is_fused else 80
-        print(name, compiled_bytes(triton_delta_round._round_kernel, constants, of_round, **launch))
+        print(name, compiled_bytes(triton_delta_round._round_kernel, of_rows | own, of_round, **launch))
     for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
         own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
         of_block = {**sizes, "ROWS": 64}
