@@ -45,7 +45,7 @@ _EPS = 1e-6  # of the lengths of q and k
 class DeltaWeights(NamedTuple):
     """The weights of one layer, float32. Value heads stand behind their key head."""
 
-    taps: Tensor  # [num_key_heads, 2 * key_dim + num_shared * value_dim, num_taps], of the oldest row first
+    taps: Tensor  # [num_key_heads, num_taps, 2 * key_dim + num_shared * value_dim], of the oldest row first
     a_log: Tensor  # [num_key_heads, num_shared], value heads that share a key head
     dt_bias: Tensor  # [num_key_heads, num_shared, decay_dim]; decay_dim is 1 or key_dim
     key_dim: int
@@ -54,12 +54,12 @@ class DeltaWeights(NamedTuple):
     @property
     def num_before(self) -> int:
         """Number of rows before a row that its convolution reads."""
-        return self.taps.shape[2] - 1
+        return self.taps.shape[1] - 1
 
     @property
     def width(self) -> int:
         """Numbers of one key head in a row."""
-        return self.taps.shape[1] + self.a_log.shape[1] * (1 + self.dt_bias.shape[2])
+        return self.taps.shape[2] + self.a_log.shape[1] * (1 + self.dt_bias.shape[2])
 
     @property
     def update_width(self) -> int:
@@ -150,11 +150,11 @@ def _check(rows: Tensor, state: Tensor, weights: DeltaWeights) -> None:
 def _inputs(rows: Tensor, weights: DeltaWeights, sources: Sequence[slice | Tensor]) -> _Inputs:
     """Convolve rows. `sources`: for each tap, the rows that it reads, in the order of the results. `rows` are float32,
     behind `num_before` others."""
-    num_channels = weights.taps.shape[1]
+    num_channels = weights.taps.shape[2]
     _, num_shared, key_dim, value_dim = weights.state_shape
-    mixed = rows[sources[0], :, :num_channels] * weights.taps[:, :, 0]
+    mixed = rows[sources[0], :, :num_channels] * weights.taps[:, 0]
     for tap, source in enumerate(sources[1:], 1):
-        mixed = mixed + rows[source, :, :num_channels] * weights.taps[:, :, tap]
+        mixed = mixed + rows[source, :, :num_channels] * weights.taps[:, tap]
     q, k, v = F.silu(mixed).transpose(0, 1).split([key_dim, key_dim, num_shared * value_dim], 2)
     q, k = (_unit(each).unsqueeze(1) for each in (q, k))
     b, a = rows[weights.num_before :, :, num_channels:].permute(1, 2, 0).tensor_split([num_shared], 1)

@@ -48,7 +48,7 @@ class Text(NamedTuple):
     @classmethod
     def make(cls, num_tokens: int) -> Text:
         torch.manual_seed(0)
-        channels = torch.randn(HEADS, CHANNELS, TAPS, device="cuda") / TAPS**0.5
+        channels = torch.randn(HEADS, TAPS, CHANNELS, device="cuda") / TAPS**0.5
         a_log, dt_bias = torch.rand(HEADS, SHARED, device="cuda") - 3, torch.randn(HEADS, SHARED, 1, device="cuda")
         weights, inputs = DeltaWeights(channels, a_log, dt_bias, DIM, DIM), normal(num_tokens, HEADS, WIDTH)
         rows = torch.cat([inputs[:, :, :CHANNELS], inputs[:, :, CHANNELS + SHARED * DIM :]], 2)
@@ -78,7 +78,7 @@ class Text(NamedTuple):
 
 
 def views(inputs: Tensor) -> DeltaInputs:
-    return DeltaInputs(*inputs.split([CHANNELS, SHARED * DIM, SHARED, SHARED], 2))
+    return DeltaInputs(*inputs.split([DIM, DIM, SHARED * DIM, SHARED * DIM, SHARED, SHARED], 2))
 
 
 def near(found: Tensor, expected: Tensor, tolerance: float) -> float:
@@ -116,15 +116,15 @@ def rounds(options: argparse.Namespace, *, has_peer: bool = True) -> Iterator[Ke
 
 
 def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
-    """Rounds of one row by other columns, warps and registers than the kernel chooses, by one kernel and by two."""
-    chosen, most = triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_FUSED
+    """Rounds of one row by other columns, warps and registers than the kernel chooses, and by split programs."""
+    chosen, most = triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for is_fused, tile in itertools.product((False, True), ((64, 8, 64), (64, 8, 80), (64, 4, 128), (32, 4, 80))):
-        triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_FUSED = tile, 1024 if is_fused else 0
-        name = "{} columns, {} warps, {} registers, {} kernels".format(*tile, 1 if is_fused else 2)
+    for is_split, tile in itertools.product((False, True), ((32, 4, 80), (32, 4, 96), (32, 4, 128), (64, 4, 128))):
+        triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT = tile, 1024 if is_split else 0
+        name = "{} columns, {} warps, {} registers{}".format(*tile, ", split" if is_split else "")
         for kernel in rounds(one, has_peer=False):
             yield kernel._replace(name=f"{kernel.name}, {name}")
-    triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_FUSED = chosen, most
+    triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT = chosen, most
 
 
 def prompts(options: argparse.Namespace) -> Iterator[Kernel]:

@@ -41,7 +41,7 @@ def layer(delta: DeltaConfig) -> DeltaNet:
     """A layer whose projections are the hidden state itself, so that no product rounds."""
     generator = torch.Generator().manual_seed(1)
     heads = delta.num_key_heads, delta.num_shared
-    taps = torch.randn(heads[0], delta.num_channels, delta.num_taps, generator=generator)
+    taps = torch.randn(heads[0], delta.num_channels, delta.num_taps, generator=generator).transpose(1, 2).contiguous()
     a_log, dt_bias = (torch.rand(*each, generator=generator) for each in (heads, (*heads, delta.decay_dim)))
     size = delta.num_value_heads * delta.value_dim
     return DeltaNet(

@@ -31,6 +31,7 @@ class Sizes(NamedTuple):
     key_dim: int = 12
     value_dim: int = 10
     page_size: int = 32
+    decay_dim: int = 1
     dtype: torch.dtype = torch.float32
 
     @property
@@ -48,21 +49,26 @@ class Sizes(NamedTuple):
 
     def weights(self) -> DeltaWeights:
         heads = self.num_heads, self.num_shared
-        taps = random(self.num_heads, self.num_channels, TAPS, seed=1)
-        return DeltaWeights(taps, random(*heads, seed=2), random(*heads, 1, seed=3), self.key_dim, self.value_dim)
+        taps, biases = random(self.num_heads, TAPS, self.num_channels, seed=1), random(*heads, self.decay_dim, seed=3)
+        return DeltaWeights(taps, random(*heads, seed=2), biases, self.key_dim, self.value_dim)
 
     def inputs(self, num_tokens: int) -> Tensor:
         """The projections' output for a text, q, k, v, gates, b and a of each key head, [num_tokens, heads, width]."""
-        width = self.num_channels + self.num_shared * (self.value_dim + 2)
+        width = self.num_channels + self.num_shared * (self.value_dim + 1 + self.decay_dim)
         return random(num_tokens, self.num_heads, width, seed=4).to(self.dtype)
 
     def views(self, inputs: Tensor) -> DeltaInputs:
-        sizes = [self.num_channels, self.num_shared * self.value_dim, self.num_shared, self.num_shared]
-        return DeltaInputs(*inputs.split(sizes, 2))
+        of_values = self.num_shared * self.value_dim
+        gates = self.num_shared, self.num_shared * self.decay_dim
+        return DeltaInputs(*inputs.split([self.key_dim, self.key_dim, of_values, of_values, *gates], 2))
+
+    def rows(self, inputs: Tensor) -> Tensor:
+        """What a pool keeps of a text."""
+        q, k, v, _, b, a = self.views(inputs)
+        return torch.cat([q, k, v, b, a], 2)
 
     def expected(self, inputs: Tensor) -> DeltaOutputs:
-        qkv, _, b, a = self.views(inputs)
-        rows = torch.cat([qkv, b, a], 2)
+        rows = self.rows(inputs)
         rows = torch.cat([rows.new_zeros(TAPS - 1, *rows.shape[1:]), rows])
         own = self.weights()
         return gated_delta_rule(rows, torch.zeros(own.state_shape, device=DEVICE), own, self.block)
@@ -104,10 +110,9 @@ class Texts:
     def check(self, seq: int, stop: int) -> None:
         """Compare what lies in the pools for a sequence of `stop` tokens."""
         sizes, (rows, updates, states) = self.sizes, (pool[self.table[seq], 0].transpose(1, 2) for pool in self.pools)
-        qkv, _, b, a = sizes.views(self.inputs)
         rows, updates = rows.flatten(0, 1), updates.flatten(0, 1)
-        assert torch.equal(rows[:stop], torch.cat([qkv, b, a], 2)[:stop]) and rows[stop:].isnan().all()
-        used = sizes.key_dim + sizes.num_shared * (sizes.value_dim + 1)
+        assert torch.equal(rows[:stop], sizes.rows(self.inputs)[:stop]) and rows[stop:].isnan().all()
+        used = sizes.key_dim + sizes.num_shared * (sizes.value_dim + sizes.decay_dim)
         torch.testing.assert_close(updates[:stop, :, :used], self.expected.updates[:stop, :, :used], **sizes.tolerance)
         assert updates[stop:].isnan().all()
         size, states = sizes.num_shared * sizes.key_dim * sizes.value_dim, states.flatten(0, 1)
@@ -134,11 +139,11 @@ def test_rounds_are_the_text_however_many_rows_they_have(page_size: int) -> None
 
 
 def test_bits_of_a_round_depend_neither_on_its_rows_nor_on_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of 1, 3 and 11 rows over an edge, of one sequence and of two, by one kernel and by two."""
+    """Rounds of 1, 3 and 11 rows over an edge, of one sequence and of two, by programs for both and for each."""
     sizes = Sizes(num_heads=1, page_size=16, key_dim=20)
     found: list[Texts] = []
-    for round_len, num_seqs, most_fused in ((1, 1, 8), (3, 2, 0), (11, 1, 0), (11, 2, 8)):
-        monkeypatch.setattr(triton_delta_round, "MOST_FUSED", most_fused)
+    for round_len, num_seqs, most_split in ((1, 1, 8), (3, 2, 0), (11, 1, 0), (11, 2, 8)):
+        monkeypatch.setattr(triton_delta_round, "MOST_SPLIT", most_split)
         found.append(Texts(sizes, 33, num_seqs))
         for start in range(0, 33, round_len):
             found[-1].run([(start, start + round_len)] * num_seqs, is_round=True)
@@ -176,9 +181,22 @@ def test_sequences_of_a_forward_are_apart() -> None:
     text.check(1, 25)
 
 
-def test_factors_of_16_bits_stay_near() -> None:
+def test_states_that_decay_by_channel() -> None:
+    """A prompt of two tiles of rows, rounds over an edge, a chunk from the edge once more, and a round."""
+    text = Texts(Sizes(num_shared=1, decay_dim=12), 70)
+    text.run([(0, 22)], is_round=False)
+    text.run([(22, 27)], is_round=True)
+    text.run([(27, 38)], is_round=True)
+    text.run([(38, 65)], is_round=False)
+    text.run([(65, 70)], is_round=True)
+    text.check(0, 70)
+
+
+@pytest.mark.parametrize("decay_dim", [1, 12])
+def test_factors_of_16_bits_stay_near(decay_dim: int) -> None:
     """A prompt, a round over an edge, and a chunk from the edge once more, with inputs of bfloat16."""
-    text = Texts(Sizes(page_size=16, dtype=torch.bfloat16), 60)
+    num_shared = 2 if decay_dim == 1 else 1
+    text = Texts(Sizes(num_shared=num_shared, decay_dim=decay_dim, page_size=16, dtype=torch.bfloat16), 60)
     text.run([(0, 30)], is_round=False)
     text.run([(30, 35)], is_round=True)
     text.run([(35, 60)], is_round=False)
