@@ -57,6 +57,7 @@ def _pairs_kernel(
     DECAY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     UPDATE_WIDTH: tl.constexpr,
+    KEEP: tl.constexpr,  # tokens may be drafts
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -83,7 +84,7 @@ def _pairs_kernel(
         of_head = block * (HEADS * SHARED) + value_head
         tl.store(decays_ptr + of_head * BLOCK + row, decay, mask=row < BLOCK)
         of_row = updates_ptr + (place + row) * UPDATE_WIDTH + SHARED * VALUE_DIM + KEY_DIM + shared
-        tl.store(of_row, decay, mask=is_row)
+        tl.store(of_row, decay, mask=is_row & (KEEP or edge + BLOCK > stop))
         is_seen = row[:, None] >= row[None, :]
         between = tl.exp(tl.where(is_seen, decay[:, None] - decay[None, :], float("-inf")))
         pairs = tl.dot(q, tl.trans(k), input_precision="tf32x3") * between

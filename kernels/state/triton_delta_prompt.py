@@ -1,14 +1,17 @@
-"""Prompts under the gated delta rule by Triton: whole blocks behind the state at an edge, in five kernels or six.
+"""Prompts under the gated delta rule by Triton: whole blocks behind the state at an edge, in six kernels or seven.
 
 The first one convolves rows. The next ones (triton_delta_pairs.py, and two here) solve the system of each block, for
 all blocks at once. With T the inverse of the system's matrix:
 
     W = T (beta exp(G) k),  U0 = T (beta v);  then U = U0 - W S, with the state S before the block
 
-T comes from forward substitution in squares of 16 on the diagonal, which neighbours then join. The last kernel goes
-from block to block with a few columns of a state, which are independent of the other columns. It stores updates,
-states and outputs. A block that has begun is computed from its edge once more, so bits do not depend on the division of
-a text into chunks.
+T comes from forward substitution in squares of 16 on the diagonal, which neighbours then join. The next kernel
+goes from block to block with a few columns of a state, which are independent of the other columns, and stores updates
+and states. The last one computes outputs, for all blocks at once. A block that has begun is computed from its edge once
+more, so bits do not depend on the division of a text into chunks.
+
+Rounds read keys, decays and updates of a block that is not complete. So a prompt stores them for its last block alone.
+If the tokens may be drafts, all blocks keep them, because a round may begin in a block that rejected drafts completed.
 
 For bfloat16 and float16 inputs, factors of products are float16: queries, keys, T and W are at most one, and values,
 updates and states are divided by 16 first. So numbers up to a million fit, and keep 11 bits above 1e-3. Sums are
@@ -49,7 +52,7 @@ class _Solved(NamedTuple):
 
     q: Tensor  # [num_blocks, block, num_key_heads, key_dim]
     k: Tensor  # likewise
-    values: Tensor  # [num_blocks, block, num_value_heads, value_dim], then U0
+    values: Tensor  # [num_blocks, block, num_value_heads, value_dim], then U0, then U
     w: Tensor  # [num_blocks, block, num_value_heads, key_dim]
     pairs: Tensor  # [num_blocks, num_value_heads, block, block], products of queries and keys that they see, decayed
     system: Tensor  # likewise of keys; squares on the diagonal become those of the inverse
@@ -88,27 +91,37 @@ def delta_prompt(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, 
         "BLOCK": plan.block,
         "BLOCK_K": max(TILE, triton.next_power_of_2(key_dim)),
     }
-    sizes |= {"PAGE_SIZE": pools.rows.shape[3], "UPDATE_WIDTH": weights.update_width}
+    sizes |= {"PAGE_SIZE": pools.rows.shape[3]}
+    of_updates, keep = sizes | {"UPDATE_WIDTH": weights.update_width}, plan.query_len is not None
     strides = {"QKV_HEAD": inputs.q.stride(1), "B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
     given = *blocks[4:], plan.table, plan.table.stride(0)
     _convolve_kernel[num_blocks * (rows // TILE), num_heads, 2 + num_shared](
         *solved[:3], *pools[:2], *inputs[:3], *inputs[4:], weights.taps, *blocks[:3], *given, *inputs.strides,
-        TAPS=weights.taps.shape[1], BLOCK_V=block_v, SCALE=scale, **strides, **sizes, num_warps=4, maxnreg=80,
+        TAPS=weights.taps.shape[1], BLOCK_V=block_v, SCALE=scale, KEEP=keep, **strides, **of_updates, num_warps=4,
+        maxnreg=80,
     )  # fmt: skip
-    compute_pairs = pairs_by_head if weights.dt_bias.shape[2] == 1 else pairs_by_channel
-    compute_pairs(
-        *solved[:2], *solved[4:], *pools[:2], weights.a_log, weights.dt_bias, blocks.stops, *given, ROWS=rows, **sizes
-    )
+    of_pairs = *solved[:2], *solved[4:], *pools[:2], weights.a_log, weights.dt_bias, blocks.stops, *given
+    if weights.dt_bias.shape[2] == 1:
+        pairs_by_head(*of_pairs, ROWS=rows, KEEP=keep, **of_updates)
+    else:
+        pairs_by_channel(*of_pairs, ROWS=rows, **of_updates)
     _invert_kernel[num_blocks * (rows // TILE), num_values](
         solved.system, blocks.seqs, HEADS=num_values, BLOCK=plan.block, num_warps=1
     )
     _solve_kernel[num_blocks, num_values](
-        *solved[:4], *solved[5:], *pools[:2], blocks.stops, *given, ROWS=rows, BLOCK_V=block_v, **sizes, num_warps=4
-    )
-    block_v = min(_COLUMNS, block_v)
-    _pass_kernel[num_values * triton.cdiv(value_dim, block_v), len(blocks.starts)](
-        out, *pools[1:], *solved[:5], solved.decays, *blocks[:4], *given[2:], ROWS=rows, BLOCK_V=block_v, SCALE=scale,
-        STATE_PART=pools.states.shape[4], **sizes, num_warps=4, num_stages=3 if is_half else 1,
+        *solved[:4], *solved[5:], *pools[:2], blocks.stops, *given, ROWS=rows, BLOCK_V=block_v, **of_updates,
+        num_warps=4,
+    )  # fmt: skip
+    of_states = {"ROWS": rows, "STATE_PART": pools.states.shape[4], "SCALE": scale, "num_warps": 4}
+    part_v = min(_COLUMNS, block_v)
+    _pass_kernel[num_values * triton.cdiv(value_dim, part_v), len(blocks.starts)](
+        *pools[1:], *solved[1:4], solved.decays, *blocks[1:4], *given[2:], BLOCK_V=part_v, KEEP=keep, **of_states,
+        **of_updates, num_stages=3 if is_half else 1,
+    )  # fmt: skip
+    part_v = min(64, block_v)
+    _outputs_kernel[num_values * triton.cdiv(value_dim, part_v), num_blocks](
+        out, pools.states, solved.q, solved.values, solved.pairs, solved.decays, *blocks[:3], *given, BLOCK_V=part_v,
+        **of_states, **sizes,
     )  # fmt: skip
     return out
 
@@ -147,6 +160,7 @@ def _convolve_kernel(
     TAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     UPDATE_WIDTH: tl.constexpr,
+    KEEP: tl.constexpr,  # tokens may be drafts
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -185,7 +199,8 @@ def _convolve_kernel(
             if kind == 1:
                 place = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE) + row
                 at = place[:, None] * UPDATE_WIDTH + SHARED * VALUE_DIM + dims[None, :]
-                tl.store(updates_ptr + at, x, mask=is_row[:, None] & is_dim[None, :])
+                is_kept = is_row & (KEEP or edge + BLOCK > stop)
+                tl.store(updates_ptr + at, x, mask=is_kept[:, None] & is_dim[None, :])
                 if DECAY_DIM > 1:
                     a_ptr += token * a_stride + head * A_HEAD
                     store_rows(slots, is_new, dims, is_dim, CHANNELS + SHARED, a_ptr, rows_ptr, pages_ptr, start,
@@ -346,16 +361,12 @@ def _joined(system):
 
 @triton.jit(do_not_specialize=("table_stride",))
 def _pass_kernel(
-    out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
     updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
-    q_ptr,  # [num_blocks, BLOCK, HEADS, KEY_DIM]
     k_ptr,  # [num_blocks, BLOCK, HEADS, KEY_DIM]
-    values_ptr,  # [num_blocks, BLOCK, HEADS * SHARED, VALUE_DIM], U0
+    values_ptr,  # [num_blocks, BLOCK, HEADS * SHARED, VALUE_DIM], U0 is replaced by U
     w_ptr,  # [num_blocks, BLOCK, HEADS * SHARED, KEY_DIM]
-    pairs_ptr,  # [num_blocks, HEADS * SHARED, BLOCK, BLOCK]
     decays_ptr,  # [num_blocks, HEADS * SHARED, BLOCK] float32
-    tokens_ptr,  # [num_seqs] int32
     starts_ptr,  # [num_seqs] int32
     stops_ptr,  # [num_seqs] int32
     first_blocks_ptr,  # [num_seqs] int32
@@ -368,6 +379,7 @@ def _pass_kernel(
     DECAY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     UPDATE_WIDTH: tl.constexpr,
+    KEEP: tl.constexpr,  # tokens may be drafts
     BLOCK: tl.constexpr,
     STATE_PART: tl.constexpr,
     ROWS: tl.constexpr,
@@ -386,46 +398,93 @@ def _pass_kernel(
     row, dims, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
     is_dim, is_column = dims < KEY_DIM, columns < VALUE_DIM
     is_in = (row < BLOCK)[:, None] & is_dim[None, :]
-    is_square = (row < BLOCK)[:, None] & (row < BLOCK)[None, :]
     is_state = is_dim[:, None] & is_column[None, :]
     numbers_of_state = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
-    out_ptr += (tl.load(tokens_ptr + seq).to(tl.int64) * (HEADS * SHARED) + value_head) * VALUE_DIM
     begin = start // BLOCK * BLOCK
     has_state = (begin > 0) & (start < stop)
     place = places(begin - BLOCK, has_state, pages_ptr, head, HEADS, PAGE_SIZE)
     is_kept = is_state & has_state
     state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_kept, other=0.0) * SCALE
     for edge in range(begin, tl.where(start < stop, stop, begin), BLOCK):
-        slots = edge + row
-        is_value = ((row < BLOCK) & (slots < stop))[:, None] & is_column[None, :]
+        is_value = ((row < BLOCK) & (edge + row < stop))[:, None] & is_column[None, :]
         of_head, own = block * (HEADS * SHARED) + value_head, (block * BLOCK + row)[:, None]
         place = places(edge, edge >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
         if DECAY_DIM == 1:
             decay = tl.load(decays_ptr + of_head * BLOCK + row, mask=row < BLOCK, other=0.0)
             last = tl.load(decays_ptr + of_head * BLOCK + BLOCK - 1)
             faded = state * tl.exp(last)
-        else:  # queries and keys are decayed
+        else:  # keys are decayed
             decay, last = tl.zeros([ROWS], tl.float32), 0.0
             end = (place + tl.minimum(stop - edge, BLOCK) - 1) * UPDATE_WIDTH + (SHARED * VALUE_DIM + KEY_DIM)
             faded = state * tl.exp(tl.load(updates_ptr + end + dims, mask=is_dim, other=0.0))[:, None]
         w = tl.load(w_ptr + (own * (HEADS * SHARED) + value_head) * KEY_DIM + dims[None, :], mask=is_in, other=0.0)
-        q = tl.load(q_ptr + (own * HEADS + head) * KEY_DIM + dims[None, :], mask=is_in, other=0.0)
         k = tl.load(k_ptr + (own * HEADS + head) * KEY_DIM + dims[None, :], mask=is_in, other=0.0)
-        pair = of_head * (BLOCK * BLOCK) + row[:, None] * BLOCK + row[None, :]
-        pairs = tl.load(pairs_ptr + pair, mask=is_square, other=0.0)
-        at = (own * (HEADS * SHARED) + value_head) * VALUE_DIM + columns[None, :]
-        u = tl.load(values_ptr + at, mask=is_value, other=0.0).to(tl.float32)
-        before = state.to(DTYPE)
-        u -= tl.dot(w, before, input_precision="tf32x3")
-        output = tl.exp(decay)[:, None] * tl.dot(q, before, input_precision="tf32x3")
-        output = tl.dot(pairs, u.to(DTYPE), output, input_precision="tf32x3") * (1 / SCALE)
+        own_ptr = values_ptr + (own * (HEADS * SHARED) + value_head) * VALUE_DIM + columns[None, :]
+        u = tl.load(own_ptr, mask=is_value, other=0.0).to(tl.float32)
+        u -= tl.dot(w, state.to(DTYPE), input_precision="tf32x3")
+        tl.store(own_ptr, u.to(DTYPE), mask=is_value)
         added = (u * tl.exp(last - decay)[:, None]).to(DTYPE)
         state = tl.dot(tl.trans(k), added, faded, input_precision="tf32x3")
         at = (place + row)[:, None] * UPDATE_WIDTH + shared * VALUE_DIM + columns[None, :]
-        tl.store(updates_ptr + at, u * (1 / SCALE), mask=is_value)
-        at = (slots - start).to(tl.int64)[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
-        is_new = is_value & (slots >= start)[:, None]
-        tl.store(out_ptr + at, output.to(out_ptr.dtype.element_ty), mask=is_new)
+        tl.store(updates_ptr + at, u * (1 / SCALE), mask=is_value & (KEEP or edge + BLOCK > stop))
         is_kept = is_state & (edge + BLOCK <= stop)
         tl.store(states_ptr + place * STATE_PART + numbers_of_state, state * (1 / SCALE), mask=is_kept)
         block += 1
+
+
+@triton.jit(do_not_specialize=("table_stride",))
+def _outputs_kernel(
+    out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
+    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32
+    q_ptr,  # [num_blocks, BLOCK, HEADS, KEY_DIM]
+    values_ptr,  # [num_blocks, BLOCK, HEADS * SHARED, VALUE_DIM], U
+    pairs_ptr,  # [num_blocks, HEADS * SHARED, BLOCK, BLOCK]
+    decays_ptr,  # [num_blocks, HEADS * SHARED, BLOCK] float32
+    tokens_ptr,  # [num_seqs] int32
+    starts_ptr,  # [num_seqs] int32
+    stops_ptr,  # [num_seqs] int32
+    block_seqs_ptr,  # [num_blocks] int32
+    block_edges_ptr,  # [num_blocks] int32
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    table_stride,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE_PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SCALE: tl.constexpr,  # of states and updates in this kernel
+):
+    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_blocks). A program has some columns of a block."""
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    part, value_head, block = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS, tl.program_id(1).to(tl.int64)
+    head, shared = value_head // SHARED, value_head % SHARED
+    seq = tl.load(block_seqs_ptr + block).to(tl.int64)
+    if seq >= 0:
+        edge, start, stop = tl.load(block_edges_ptr + block), tl.load(starts_ptr + seq), tl.load(stops_ptr + seq)
+        row, dims, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
+        is_column, is_row = (columns < VALUE_DIM)[None, :], (row < BLOCK)[:, None]
+        is_dim, slots, of_head = dims < KEY_DIM, edge + row, block * (HEADS * SHARED) + value_head
+        place = places(edge - BLOCK, edge > 0, table_ptr + seq * table_stride, head, HEADS, PAGE_SIZE)
+        at = place * STATE_PART + (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
+        state = tl.load(states_ptr + at, mask=is_dim[:, None] & is_column & (edge > 0), other=0.0) * SCALE
+        at = ((block * BLOCK + row) * HEADS + head)[:, None] * KEY_DIM + dims[None, :]
+        q = tl.load(q_ptr + at, mask=is_row & is_dim[None, :], other=0.0)
+        at = of_head * (BLOCK * BLOCK) + row[:, None] * BLOCK + row[None, :]
+        pairs = tl.load(pairs_ptr + at, mask=is_row & (row < BLOCK)[None, :], other=0.0)
+        at = ((block * BLOCK + row) * (HEADS * SHARED) + value_head)[:, None] * VALUE_DIM + columns[None, :]
+        u = tl.load(values_ptr + at, mask=is_row & (slots < stop)[:, None] & is_column, other=0.0)
+        output = tl.dot(q, state.to(DTYPE), input_precision="tf32x3")
+        if DECAY_DIM == 1:
+            output *= tl.exp(tl.load(decays_ptr + of_head * BLOCK + row, mask=row < BLOCK, other=0.0))[:, None]
+        output = tl.dot(pairs, u, output, input_precision="tf32x3") * (1 / SCALE)
+        token = tl.load(tokens_ptr + seq) + slots - start
+        at = (token.to(tl.int64) * (HEADS * SHARED) + value_head)[:, None] * VALUE_DIM + columns[None, :]
+        is_new = is_row & ((slots >= start) & (slots < stop))[:, None] & is_column
+        tl.store(out_ptr + at, output.to(out_ptr.dtype.element_ty), mask=is_new)

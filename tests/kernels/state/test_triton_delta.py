@@ -112,8 +112,10 @@ class Texts:
         sizes, (rows, updates, states) = self.sizes, (pool[self.table[seq], 0].transpose(1, 2) for pool in self.pools)
         rows, updates = rows.flatten(0, 1), updates.flatten(0, 1)
         assert torch.equal(rows[:stop], sizes.rows(self.inputs)[:stop]) and rows[stop:].isnan().all()
-        used = sizes.key_dim + sizes.num_shared * (sizes.value_dim + sizes.decay_dim)
-        torch.testing.assert_close(updates[:stop, :, :used], self.expected.updates[:stop, :, :used], **sizes.tolerance)
+        since_edge = slice(stop // sizes.block * sizes.block, stop)
+        used = slice(sizes.key_dim + sizes.num_shared * (sizes.value_dim + sizes.decay_dim))
+        expected = self.expected.updates[since_edge, :, used]
+        torch.testing.assert_close(updates[since_edge, :, used], expected, **sizes.tolerance)
         assert updates[stop:].isnan().all()
         size, states = sizes.num_shared * sizes.key_dim * sizes.value_dim, states.flatten(0, 1)
         for i in range(len(states) // sizes.block):
@@ -165,7 +167,8 @@ def test_prompts_are_the_text_however_they_are_divided(page_size: int) -> None:
     text.check(0, num)
     whole = Texts(sizes, num)
     whole.run([(0, num)], is_round=False)
-    for pool, expected in zip(text.pools, whole.pools, strict=True):
+    whole.check(0, num)
+    for pool, expected in zip(text.pools[::2], whole.pools[::2], strict=True):
         assert torch.equal(pool.nan_to_num(), expected.nan_to_num())
 
 

@@ -327,13 +327,18 @@ def _delta() -> None:
         constants = {**both, "BLOCK_V": 32, "STATE_PART": 256 * shared, "NEW": 16}
         kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": 96}
         print(f"round{words}", compiled_bytes(kernel, constants, of_round, num_warps=4, **launch))
+        of_blocks = {**sizes, "ROWS": 64}
         for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
             own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
-            of_block = {**sizes, "ROWS": 64}
-            prompt = {"convolve": {**sizes, **of_inputs, "BLOCK_V": 128, "SCALE": scale}}
-            prompt |= {"pairs": of_block} if decay_dim == 1 else {"decays": of_block, "channel_pairs": of_block}
-            prompt |= {"invert": {"HEADS": 32, "BLOCK": 64}, "solve": {**of_block, "BLOCK_V": 128}}
-            prompt |= {"pass": {**of_block, "BLOCK_V": 32, "STATE_PART": 256 * shared, "SCALE": scale}}
+            of_states = {**of_blocks, "STATE_PART": 256 * shared, "SCALE": scale}
+            prompt = {"convolve": {**sizes, **of_inputs, "BLOCK_V": 128, "SCALE": scale, "KEEP": False}}
+            if decay_dim == 1:
+                prompt["pairs"] = {**of_blocks, "KEEP": False}
+            else:
+                prompt |= dict.fromkeys(("decays", "channel_pairs"), of_blocks)
+            prompt |= {"invert": {"HEADS": 32, "BLOCK": 64}, "solve": {**of_blocks, "BLOCK_V": 128}}
+            prompt |= {"pass": {**of_states, "BLOCK_V": 32, "KEEP": False}, "outputs": {**of_states, "BLOCK_V": 64}}
+            del prompt["outputs"]["UPDATE_WIDTH"]
             for name, constants in prompt.items():
                 module = triton_delta_pairs if name in ("pairs", "decays", "channel_pairs") else triton_delta_prompt
                 kernel, launch = getattr(module, f"_{name}_kernel"), {"num_warps": 1 if name == "invert" else 4}
