@@ -219,11 +219,13 @@ def test_a_rank_without_sequences_has_no_outputs() -> None:
     assert text.run(torch.zeros(0, width(DELTA)), batch).shape == (0, DELTA.num_value_heads * DELTA.value_dim)
 
 
-def test_kernels_have_the_numbers_of_plain_torch() -> None:
+@pytest.mark.parametrize("delta", [DELTA, pytest.param(BY_CHANNEL, marks=pytest.mark.whole)])
+def test_kernels_have_the_numbers_of_plain_torch(delta: DeltaConfig) -> None:
     """A chunk, a round over an edge, and the next token of the sequence beside its chunk."""
     pytest.importorskip("triton")
-    hidden, text = hidden_states(num_tokens=50), Text(32)
-    expected = Text(32).outputs(hidden, [50])
+    delta = replace(delta, num_value_heads=delta.num_key_heads) if delta.decay_dim > 1 else delta
+    hidden, text = hidden_states(num_tokens=50, delta=delta), Text(32, delta)
+    expected = Text(32, delta).outputs(hidden, [50])
     with preferring("triton"):
         outputs = [text.run(hidden[:29], text.batch(29, 0))]
         position = torch.arange(29, 34)[None]
