@@ -15,3 +15,9 @@ class SwigluClamp(NamedTuple):
     limit: float  # the gate is at most this, and up is between minus this and this
     alpha: float
     offset: float = 1.0
+
+
+def update_width(key_dim: int, value_dim: int, num_shared: int, decay_dim: int) -> int:
+    """Return the numbers per key head that a round of the gated delta rule reads of an earlier row of its block: the
+    update and the decays of each value head, and the key. It is a multiple of 8, so rows begin at sectors of memory."""
+    return -(-(key_dim + num_shared * (value_dim + decay_dim)) // 8) * 8

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp
+from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp, update_width
 from ...metadata.errors import ConfigError
 from ...metadata.handoff.schema.kv_layout import pool_of
 from ...metadata.wire.node_info import FurtherPool, KvPlane, PoolLayout
@@ -206,12 +206,14 @@ class DeltaConfig:
     @property
     def further(self) -> tuple[Further, ...]:
         """The pools of these layers: a row of inputs and one of updates per token, and a state per block of tokens."""
-        heads, updates = self.num_key_heads, self.num_shared * self.value_dim
+        heads = self.num_key_heads
+        updates = update_width(self.key_dim, self.value_dim, self.num_shared, self.decay_dim)
+        state = self.num_shared * self.value_dim * self.key_dim
         width = self.num_channels + self.num_shared * (1 + self.decay_dim)
         pools = (
             Further(DELTA_ROWS, self.layers, width, heads),
             Further(DELTA_UPDATES, self.layers, updates, heads, "float32"),
-            Further(DELTA_STATES, self.layers, updates * self.key_dim, heads, "float32", per_block=True),
+            Further(DELTA_STATES, self.layers, state, heads, "float32", per_block=True),
         )
         reach = {"num_read": self.num_taps - 1, "longest_path": self.longest_path}
         return tuple(replace(each, is_tail=True, **reach) for each in pools)

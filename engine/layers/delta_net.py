@@ -1,8 +1,9 @@
 """The layer with a gated delta rule in place of attention (Qwen3-Next, Qwen3.5 and Kimi-Linear).
 
 The layer has three pools with tail pages (engine/attention/pool_rows.py). DELTA_ROWS holds the output of the input
-projections for each token. DELTA_UPDATES holds what each token adds to the state, before its key. DELTA_STATES holds
-the recurrent state after each block of tokens, divided among the slots of the block.
+projections for each token. DELTA_UPDATES holds what each token adds to the state, its key, and the decay since the
+start of its block. DELTA_STATES holds the recurrent state after each block of tokens, divided among the slots of the
+block.
 
     tokens   | block                          | block                          |  part of a block
     pages    | rows, updates, state after it  | rows, updates, state after it  |  rows, updates
@@ -76,7 +77,7 @@ class DeltaNet:
         of_heads = [(part if up is None else up(part)).unflatten(1, (num_heads, -1)) for part, up in parts]
         if len(of_heads[0]) and have_kernels(weights):
             return self._by_kernels(of_heads, context.further)
-        num_channels, num_gates = weights.taps.shape[1], num_shared * value_dim
+        num_channels, num_gates = weights.taps.shape[2], num_shared * value_dim
         qkv, gate, ba = torch.cat(of_heads, 2).tensor_split([num_channels, num_channels + num_gates], 2)
         rows = torch.cat([qkv, ba], 2)
         context.further.store(DELTA_ROWS, self.place, rows.flatten(1))
@@ -99,7 +100,7 @@ class DeltaNet:
     def _by_kernels(self, parts: Sequence[Tensor], rows: PoolRows) -> Tensor:
         """Do the work of a forward by kernels that read and write pages in place. `parts`: each [num_tokens,
         num_key_heads, width]."""
-        assert self.activation is F.silu, self.activation
+        assert self.activation in (F.silu, torch.sigmoid), self.activation
         inputs, weights = _divided(parts, self.weights), self.weights
         pools = DeltaPools(*(rows.pools[name][self.place] for name in (DELTA_ROWS, DELTA_UPDATES, DELTA_STATES)))
         outputs: list[Tensor] = []
@@ -110,7 +111,8 @@ class DeltaNet:
             else:
                 outputs.append(delta_prompt(own, weights, pools, plan))
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs[::-1])
-        return gate_heads(whole, inputs.gate, Norm(self.norm, self.eps))
+        is_sigmoid = self.activation is torch.sigmoid
+        return gate_heads(whole, inputs.gate, Norm(self.norm, self.eps), is_sigmoid=is_sigmoid)
 
     def _outputs(self, pools: PoolRows, new: NewRows, rows: Tensor) -> Tensor:
         """Return the outputs of one sequence's new tokens, [num_new, num_value_heads, value_dim] float32. `rows`
@@ -126,8 +128,7 @@ class DeltaNet:
             made = gated_delta_rule(rows, state, weights, block)
         else:
             made = gated_delta_tree(rows, state, weights, block, new.sees)
-        updates = made.updates[-new.num_tokens :].unflatten(1, weights.state_shape[:2]).flatten(2)
-        pools.write(DELTA_UPDATES, self.place, new.pages, new.start, updates)
+        pools.write(DELTA_UPDATES, self.place, new.pages, new.start, made.updates[-new.num_tokens :])
         for number, state in enumerate(made.states):
             self._keep(pools, new.pages, edge + number * block, block, state)
         return made.outputs[-new.num_tokens :]
@@ -149,9 +150,9 @@ class DeltaNet:
 def _divided(parts: Sequence[Tensor], weights: DeltaWeights) -> DeltaInputs:
     """Return the numbers of each kind as views of the projections' outputs, whose `parts` are side by side for each key
     head. A kind lies in one part."""
-    _, num_shared, _, value_dim = weights.state_shape
-    rest, found = list(parts), list[Tensor]()
-    for width in (weights.taps.shape[1], num_shared * value_dim, num_shared, num_shared):
+    _, num_shared, key_dim, value_dim = weights.state_shape
+    rest, found, of_values = list(parts), list[Tensor](), num_shared * value_dim
+    for width in (key_dim, key_dim, of_values, of_values, num_shared, num_shared * weights.dt_bias.shape[2]):
         if rest[0].shape[2] == 0:
             rest.pop(0)
         found.append(rest[0][:, :, :width])

@@ -114,7 +114,8 @@ def delta_weights(
 ) -> DeltaWeights:
     """Return this rank's share of the numbers of each head, which stand head by head."""
     heads, shard = (delta.num_key_heads, delta.num_shared), weights.ranks.shard(split)
-    by_head = [taps.view(heads[0], -1, delta.num_taps), a_log.view(heads), dt_bias.view(*heads, -1)]
+    by_tap = taps.view(heads[0], -1, delta.num_taps).transpose(1, 2).contiguous()
+    by_head = [by_tap, a_log.view(heads), dt_bias.view(*heads, -1)]
     own_taps, own_log, own_bias = by_head if shard is None else [shard.take(each, 0).clone() for each in by_head]
     return DeltaWeights(own_taps, own_log, own_bias, delta.key_dim, delta.value_dim)
 

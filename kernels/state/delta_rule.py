@@ -37,13 +37,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..formats import update_width
+
 _EPS = 1e-6  # of the lengths of q and k
 
 
 class DeltaWeights(NamedTuple):
     """The weights of one layer, float32. Value heads stand behind their key head."""
 
-    taps: Tensor  # [num_key_heads, 2 * key_dim + num_shared * value_dim, num_taps], of the oldest row first
+    taps: Tensor  # [num_key_heads, num_taps, 2 * key_dim + num_shared * value_dim], of the oldest row first
     a_log: Tensor  # [num_key_heads, num_shared], value heads that share a key head
     dt_bias: Tensor  # [num_key_heads, num_shared, decay_dim]; decay_dim is 1 or key_dim
     key_dim: int
@@ -52,12 +54,17 @@ class DeltaWeights(NamedTuple):
     @property
     def num_before(self) -> int:
         """Number of rows before a row that its convolution reads."""
-        return self.taps.shape[2] - 1
+        return self.taps.shape[1] - 1
 
     @property
     def width(self) -> int:
         """Numbers of one key head in a row."""
-        return self.taps.shape[1] + self.a_log.shape[1] * (1 + self.dt_bias.shape[2])
+        return self.taps.shape[2] + self.a_log.shape[1] * (1 + self.dt_bias.shape[2])
+
+    @property
+    def update_width(self) -> int:
+        """Numbers of one key head in `DeltaOutputs.updates`."""
+        return update_width(self.key_dim, self.value_dim, *self.dt_bias.shape[1:])
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
@@ -69,7 +76,7 @@ class DeltaOutputs(NamedTuple):
     """Results of the rule for `num` rows. The rows that only the first convolutions read are not counted."""
 
     outputs: Tensor  # [num, num_value_heads, value_dim] float32
-    updates: Tensor  # likewise, U of each row
+    updates: Tensor  # [num, num_key_heads, update_width] float32: U of the value heads, k, G of the value heads, zeros
     states: list[Tensor]  # after the whole blocks, each as the state before
 
 
@@ -89,7 +96,7 @@ def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: 
         decay = own.steps.cumsum(2)
         output, update = _compute(own, decay, is_seen, state)
         outputs.append(_by_row(output)[:num_new])
-        updates.append(_by_row(update)[:num_new])
+        updates.append(_kept(update, own.k, decay, weights)[:num_new])
         if num_new == block:
             last = decay[:, :, -1:]
             state = last.exp().transpose(2, 3) * state + ((last - decay).exp() * own.k).transpose(2, 3) @ update
@@ -120,7 +127,9 @@ def gated_delta_tree(rows: Tensor, state: Tensor, weights: DeltaWeights, block: 
     sources = torch.tensor(windows, device=rows.device).unbind(1)
     own = _inputs(rows.float(), weights, sources)
     output, update = _compute(own, is_seen.float() @ own.steps, is_seen, state)
-    return DeltaOutputs(_by_row(output)[-num_nodes:], _by_row(update)[-num_nodes:], states)
+    blocks = (is_seen.sum(1) - 1) // block
+    since_edge = (is_seen & (blocks[:, None] == blocks)).float() @ own.steps
+    return DeltaOutputs(_by_row(output)[-num_nodes:], _kept(update, own.k, since_edge, weights)[-num_nodes:], states)
 
 
 class _Inputs(NamedTuple):
@@ -141,11 +150,11 @@ def _check(rows: Tensor, state: Tensor, weights: DeltaWeights) -> None:
 def _inputs(rows: Tensor, weights: DeltaWeights, sources: Sequence[slice | Tensor]) -> _Inputs:
     """Convolve rows. `sources`: for each tap, the rows that it reads, in the order of the results. `rows` are float32,
     behind `num_before` others."""
-    num_channels = weights.taps.shape[1]
+    num_channels = weights.taps.shape[2]
     _, num_shared, key_dim, value_dim = weights.state_shape
-    mixed = rows[sources[0], :, :num_channels] * weights.taps[:, :, 0]
+    mixed = rows[sources[0], :, :num_channels] * weights.taps[:, 0]
     for tap, source in enumerate(sources[1:], 1):
-        mixed = mixed + rows[source, :, :num_channels] * weights.taps[:, :, tap]
+        mixed = mixed + rows[source, :, :num_channels] * weights.taps[:, tap]
     q, k, v = F.silu(mixed).transpose(0, 1).split([key_dim, key_dim, num_shared * value_dim], 2)
     q, k = (_unit(each).unsqueeze(1) for each in (q, k))
     b, a = rows[weights.num_before :, :, num_channels:].permute(1, 2, 0).tensor_split([num_shared], 1)
@@ -168,6 +177,13 @@ def _compute(inputs: _Inputs, decay: Tensor, is_seen: Tensor, state: Tensor) -> 
 def _by_row(x: Tensor) -> Tensor:
     """Return [num_key_heads, num_shared, num_rows, value_dim] as [num_rows, num_value_heads, value_dim]."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _kept(update: Tensor, k: Tensor, decay: Tensor, weights: DeltaWeights) -> Tensor:
+    """Return what rounds read of rows, [num_rows, num_key_heads, update_width]. `decay`: of each row since its edge."""
+    parts = [each.permute(2, 0, 1, 3).flatten(2) for each in (update, k, decay)]
+    kept = torch.cat(parts, 2)
+    return F.pad(kept, (0, weights.update_width - kept.shape[2]))
 
 
 def _decayed_products(x: Tensor, k: Tensor, decay: Tensor, is_seen: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ whole blocks. A round has few new rows, so it reads the updates U of the rows be
 and likewise with k for the update of a new row. So no round solves the system of a whole block. A new row costs a
 product with the state and one with each row since the edge.
 
-Only the rule with one decay per value head has kernels. Tokens of a sequence are a chain.
+Tokens of a sequence are a chain.
 """
 
 from __future__ import annotations
@@ -27,13 +27,20 @@ MAX_ROUND_LEN = 16  # new rows of a sequence in a round; more are computed as pr
 
 
 class DeltaInputs(NamedTuple):
-    """The output of a layer's input projections, as views with neighbouring numbers side by side. Tokens of `b` and `a`
-    are equally far apart."""
+    """The output of a layer's input projections, as views with neighbouring numbers side by side. `q`, `k` and `v` have
+    equal strides."""
 
-    qkv: Tensor  # [num_tokens, num_key_heads, 2 * key_dim + num_shared * value_dim]
-    gate: Tensor  # [num_tokens, num_key_heads, num_shared * value_dim]
+    q: Tensor  # [num_tokens, num_key_heads, key_dim]
+    k: Tensor  # likewise
+    v: Tensor  # [num_tokens, num_key_heads, num_shared * value_dim]
+    gate: Tensor  # likewise
     b: Tensor  # [num_tokens, num_key_heads, num_shared]
-    a: Tensor  # [num_tokens, num_key_heads, num_shared]
+    a: Tensor  # [num_tokens, num_key_heads, num_shared * decay_dim]
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """How far tokens of q, k and v, of b and of a are apart."""
+        return self.q.stride(0), self.b.stride(0), self.a.stride(0)
 
 
 class DeltaPools(NamedTuple):
@@ -103,9 +110,9 @@ class DeltaPlan(NamedTuple):
 
 
 def have_kernels(weights: DeltaWeights) -> bool:
-    """Return whether kernels compute a delta rule with these weights where they lie: on a GPU, with one decay per value
-    head."""
-    return captures(weights.dt_bias.device) and weights.dt_bias.shape[2] == 1
+    """Return whether kernels compute a delta rule with these weights where they lie: on a GPU, and if states decay by
+    channel, with one value head per key head."""
+    return captures(weights.dt_bias.device) and 1 in weights.dt_bias.shape[1:]
 
 
 @kernel
@@ -119,4 +126,4 @@ def delta_prompt(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, 
 
 
 @kernel
-def gate_heads(outputs: Tensor, gate: Tensor, norm: Norm) -> Tensor: ...
+def gate_heads(outputs: Tensor, gate: Tensor, norm: Norm, *, is_sigmoid: bool = False) -> Tensor: ...

@@ -17,8 +17,9 @@ from ..products.norm import Norm
 _ROWS = 4  # heads of tokens that a program has
 
 
-def gate_heads(outputs: Tensor, gate: Tensor, norm: Norm) -> Tensor:
-    """Return rms_norm(outputs) * silu(gate), [num_tokens, num_value_heads * value_dim] of the outputs' dtype.
+def gate_heads(outputs: Tensor, gate: Tensor, norm: Norm, *, is_sigmoid: bool = False) -> Tensor:
+    """Return rms_norm(outputs) times silu(gate) or sigmoid(gate), [num_tokens, num_value_heads * value_dim] of the
+    outputs' dtype.
 
     `outputs` [num_tokens, num_value_heads, value_dim]; `gate` [num_tokens, num_key_heads, num_shared * value_dim], the
     numbers of a key head side by side; the norm's weight is [value_dim]."""
@@ -29,7 +30,8 @@ def gate_heads(outputs: Tensor, gate: Tensor, norm: Norm) -> Tensor:
     dependent = gpu.dependent_launch(num_tokens)
     _gate_kernel[(num_tokens, triton.cdiv(num_values, _ROWS))](
         gated, outputs, gate, norm.weight, gate.stride(0), norm.eps, GATE_HEAD=gate.stride(1), VALUES=num_values,
-        SHARED=num_values // num_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), ROWS=_ROWS, DEPENDENT=dependent,
+        SHARED=num_values // num_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim), ROWS=_ROWS, SIGMOID=is_sigmoid,
+        DEPENDENT=dependent,
         num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
     return gated.flatten(1)
@@ -49,6 +51,7 @@ def _gate_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    SIGMOID: tl.constexpr,  # in place of silu
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_tokens, ceil(VALUES / ROWS)). It rounds where plain torch rounds."""
@@ -66,5 +69,5 @@ def _gate_kernel(
     normed = normed.to(weight.dtype).to(outputs_ptr.dtype.element_ty)
     own = token * gate_stride + (heads // SHARED * GATE_HEAD + heads % SHARED * DIM)[:, None] + dims[None, :]
     gate = tl.load(gate_ptr + own, mask=is_in, other=0.0).to(tl.float32)
-    gated = normed.to(tl.float32) * (gate * tl.sigmoid(gate))
+    gated = normed.to(tl.float32) * (tl.sigmoid(gate) if SIGMOID else gate * tl.sigmoid(gate))
     tl.store(gated_ptr + at, gated.to(gated_ptr.dtype.element_ty), mask=is_in)

@@ -1,11 +1,13 @@
-"""Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge, in two
-kernels.
+"""Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge.
 
-The first one stores new rows, and computes queries, keys, values, and products with all keys since the edge, once for
-all columns. The second one has some columns of one value head of a sequence. Columns of states, values and updates are
-independent of each other, so programs do not wait for each other. Its states are on the way while the first one runs.
+Two kernels share the work. The first one computes what does not depend on a state: queries, keys, values and decays of
+new rows, and products with all keys since the edge. The second one has some columns of one value head of a sequence.
+Columns of states, values and updates are independent of each other, so programs do not wait for each other. Its states
+are on the way while the first one runs.
 
-Both take new rows one after another. So the bits of a row do not depend on how many rows a round has.
+A row is convolved by one warp, and has its products with earlier keys by one warp. Both kernels take rows one after
+another, and what they read of earlier rows is what earlier rounds stored. So the bits of a row depend neither on the
+rows of a round nor on the other sequences.
 """
 
 # ruff: noqa: N803, N806
@@ -29,33 +31,31 @@ from .triton_delta_rows import (
     TILE,
     block_rows,
     check_layer,
-    convolved,
     decays,
+    new_part,
+    old_part,
     places,
-    store_gates,
     store_rows,
     unit,
 )
 
-# Columns and warps of a program of the second kernel, and registers of a thread. Only the end of a block needs more.
-TILE_OF_STATE = 32, 4, 128
+TILE_OF_STATE = 32, 4, 96  # columns and warps of a program of the second kernel, and registers of a thread
+MOST_SPLIT = 8  # sequences whose keys and values different programs of the first kernel have
 
 
 class _New(NamedTuple):
     """New rows between the kernels, float32."""
 
-    queries: Tensor  # [num_tokens, num_key_heads, key_dim]
-    keys: Tensor  # [num_seqs, num_key_heads, block + MAX_ROUND_LEN, key_dim], from the edge on
-    products: Tensor  # [num_tokens, num_key_heads, 2, block], of the key and the query with the block's keys
+    vectors: Tensor  # [num_tokens, num_key_heads, 2, key_dim], key and query, decayed since the edge if by channel
+    products: Tensor  # [num_tokens, num_key_heads, 2, block], of both with the block's keys
     values: Tensor  # [num_tokens, num_value_heads, value_dim]
-    steps: Tensor  # [num_tokens, num_value_heads, 2], beta and decay
+    steps: Tensor  # [num_tokens, num_value_heads, 2], beta, and the decay since the edge; zero if by channel
 
     @classmethod
-    def allocate(cls, num_tokens: int, num_seqs: int, block: int, weights: DeltaWeights) -> _New:
+    def allocate(cls, num_tokens: int, block: int, weights: DeltaWeights) -> _New:
         num_heads, num_shared, key_dim, value_dim = weights.state_shape
-        shapes = [(num_tokens, num_heads, key_dim), (num_seqs, num_heads, block + MAX_ROUND_LEN, key_dim)]
-        shapes += [(num_tokens, num_heads, 2, block), (num_tokens, num_heads * num_shared, value_dim)]
-        shapes += [(num_tokens, num_heads * num_shared, 2)]
+        of_key_head, of_value_head = (num_tokens, num_heads, 2), (num_tokens, num_heads * num_shared)
+        shapes = (*of_key_head, key_dim), (*of_key_head, block), (*of_value_head, value_dim), (*of_value_head, 2)
         return cls(*(torch.empty(shape, dtype=torch.float32, device=weights.taps.device) for shape in shapes))
 
 
@@ -68,64 +68,70 @@ def delta_round(
     `is_alone`: no kernel of this forward has written pages of this layer, so they may be read while the kernel before
     still runs."""
     check_layer(inputs, weights, pools, plan)
-    (num_tokens, num_heads, _), (_, num_shared, key_dim, value_dim) = inputs.qkv.shape, weights.state_shape
+    num_tokens, (num_heads, num_shared, key_dim, value_dim) = len(inputs.q), weights.state_shape
     num_seqs, query_len, page_size = len(plan.seq_lens), plan.query_len, pools.rows.shape[3]
     assert plan.is_round and query_len is not None and num_tokens == num_seqs * query_len, plan
     assert plan.seq_lens.is_contiguous() and plan.table.stride(1) == 1, (plan.seq_lens, plan.table)
-    out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.qkv.dtype, device=inputs.qkv.device)
-    new = _New.allocate(num_tokens, num_seqs, plan.block, weights)
+    out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.q.dtype, device=inputs.q.device)
+    new = _New.allocate(num_tokens, plan.block, weights)
+    rows = max(TILE, plan.block, triton.next_power_of_2(key_dim) // 2)
     whole_v = max(TILE, triton.next_power_of_2(value_dim))
-    block_v, num_warps, num_registers = min(TILE_OF_STATE[0], whole_v), *TILE_OF_STATE[1:]
-    dependent = gpu.dependent_launch(num_tokens)
+    block_v = min(TILE_OF_STATE[0], whole_v)
+    is_split, dependent = num_seqs <= MOST_SPLIT, gpu.dependent_launch(num_tokens)
     sizes = {
         "HEADS": num_heads,
         "SHARED": num_shared,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
+        "DECAY_DIM": weights.dt_bias.shape[2],
         "PAGE_SIZE": page_size,
+        "UPDATE_WIDTH": weights.update_width,
         "BLOCK": plan.block,
-        "ROWS": max(TILE, plan.block),
+        "ROWS": rows,
         "BLOCK_K": max(TILE, triton.next_power_of_2(key_dim)),
-        "NEW": MAX_ROUND_LEN,
         "EARLY": is_alone,
         "DEPENDENT": dependent,
         "num_stages": 1,
         "launch_pdl": dependent,
     }
-    strides = {"QKV_HEAD": inputs.qkv.stride(1), "B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
-    _rows_kernel[num_heads * (1 + num_shared), num_seqs](
-        *new, pools.rows, inputs.qkv, inputs.b, inputs.a, *weights[:3], *places, inputs.qkv.stride(0),
-        inputs.b.stride(0), TAPS=weights.taps.shape[2], BLOCK_V=whole_v, num_warps=8, maxnreg=80, **strides, **sizes,
+    strides = {"QKV_HEAD": inputs.q.stride(1), "B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
+    num_warps = 8 if is_split or weights.dt_bias.shape[2] > 1 else 4
+    _rows_kernel[num_heads * (1 + num_shared) if is_split else num_heads, num_seqs](
+        *new, *pools[:2], *inputs[:3], *inputs[4:], *weights[:3], *places, *inputs.strides, **strides, **sizes,
+        TAPS=weights.taps.shape[1], WHOLE_V=whole_v, GROUP=num_warps, SPLIT=is_split, num_warps=num_warps, maxnreg=128,
     )  # fmt: skip
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
-        out, *pools, *new, *weights[1:3], *places, BLOCK_V=block_v, STATE_PART=pools.states.shape[4],
-        num_warps=num_warps, maxnreg=num_registers, **sizes,
+        out, *pools[1:], *new, *places, **sizes, STATE_PART=pools.states.shape[4], BLOCK_V=block_v, NEW=MAX_ROUND_LEN,
+        num_warps=TILE_OF_STATE[1], maxnreg=TILE_OF_STATE[2],
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
 def _rows_kernel(
-    queries_ptr,  # [num_tokens, HEADS, KEY_DIM] float32, written
-    keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32, written
+    vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32, written
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, written
     values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32, written
     steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32, written
-    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
-    qkv_ptr,  # [num_tokens, HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
-    b_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads B_HEAD apart
-    a_ptr,  # [num_tokens, HEADS, SHARED], tokens small_stride and heads A_HEAD apart
-    taps_ptr,  # [HEADS, 2 * KEY_DIM + SHARED * VALUE_DIM, TAPS] float32
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 1 + DECAY_DIM)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
+    q_ptr,  # [num_tokens, HEADS, KEY_DIM], tokens token_stride and heads QKV_HEAD apart
+    k_ptr,  # likewise
+    v_ptr,  # [num_tokens, HEADS, SHARED * VALUE_DIM], likewise
+    b_ptr,  # [num_tokens, HEADS, SHARED], tokens b_stride and heads B_HEAD apart
+    a_ptr,  # [num_tokens, HEADS, SHARED * DECAY_DIM], tokens a_stride and heads A_HEAD apart
+    taps_ptr,  # [HEADS, TAPS, 2 * KEY_DIM + SHARED * VALUE_DIM] float32
     a_log_ptr,  # [HEADS, SHARED] float32
-    dt_bias_ptr,  # [HEADS, SHARED] float32
+    dt_bias_ptr,  # [HEADS, SHARED, DECAY_DIM] float32
     seq_lens_ptr,  # [num_seqs] int64
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     query_len,
     num_slots,  # of a sequence
     table_stride,
     token_stride,
-    small_stride,
+    b_stride,
+    a_stride,
     QKV_HEAD: tl.constexpr,
     B_HEAD: tl.constexpr,
     A_HEAD: tl.constexpr,
@@ -133,107 +139,183 @@ def _rows_kernel(
     SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,  # of a block
+    ROWS: tl.constexpr,  # of a block, and at least half as many as BLOCK_K
     BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NEW: tl.constexpr,  # rows of a round at most
+    WHOLE_V: tl.constexpr,
+    GROUP: tl.constexpr,  # new rows that are convolved at once
+    SPLIT: tl.constexpr,
     EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (HEADS * (1 + SHARED), num_seqs). A program has the queries and keys of a key head, or the values of one
-    value head."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
+    """Grid: (HEADS, num_seqs). A program has a key head and its value heads. If SPLIT, the grid is (HEADS * (1 +
+    SHARED), num_seqs), and a program has the queries and keys of a key head, or the values of one value head."""
     head, kind, seq = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
+    first_token, pages_ptr = seq * query_len, table_ptr + seq * table_stride
     start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
     stop = tl.minimum(start + query_len, num_slots)
-    pages_ptr = table_ptr + seq * table_stride
-    taps_ptr += head * CHANNELS * TAPS
-    qkv_ptr += seq * query_len * token_stride + head * QKV_HEAD
-    new, dims, columns = tl.arange(0, NEW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    slots, is_new, is_dim, is_column = start + new, new < stop - start, dims < KEY_DIM, columns < VALUE_DIM
-    edge = start // BLOCK * BLOCK
-    first = start - edge
-    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
     if DEPENDENT:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
     if kind == 0:
-        row = tl.arange(0, ROWS)
-        is_old = row < first
-        keys = unit(convolved(row, is_old, KEY_DIM + dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge,
-                              first, token_stride, WIDTH, TAPS, True, False))  # fmt: skip
-        if DEPENDENT and EARLY:
-            gdc_wait()
-        q = unit(convolved(first + new, is_new, dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge, first,
-                           token_stride, WIDTH, TAPS, True, True)) * KEY_DIM**-0.5  # fmt: skip
-        k = unit(convolved(first + new, is_new, KEY_DIM + dims, is_dim, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge,
-                           first, token_stride, WIDTH, TAPS, True, True))  # fmt: skip
-        queries_ptr += (seq * query_len * HEADS + head) * KEY_DIM
-        keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
-        products_ptr += (seq * query_len * HEADS + head) * (2 * BLOCK)
-        is_in = is_new[:, None] & is_dim[None, :]
-        tl.store(queries_ptr + new[:, None] * (HEADS * KEY_DIM) + dims[None, :], q, mask=is_in)
-        tl.store(keys_ptr + (first + new)[:, None] * KEY_DIM + dims[None, :], k, mask=is_in)
-        if first + stop - start >= BLOCK:
-            at = row[:, None] * KEY_DIM + dims[None, :]
-            tl.store(keys_ptr + at, keys, mask=is_old[:, None] & is_dim[None, :])
-        keys_ptr += first * KEY_DIM
-        tl.debug_barrier()
-        for token in range(stop - start):
-            own_k = tl.load(keys_ptr + token * KEY_DIM + dims, mask=is_dim, other=0.0)[None, :]
-            own_q = tl.load(queries_ptr + token * (HEADS * KEY_DIM) + dims, mask=is_dim, other=0.0)[None, :]
-            here = start + token - edge
-            keys = tl.where((row == here)[:, None], own_k, keys)
-            at = products_ptr + token * (HEADS * 2 * BLOCK) + row
-            tl.store(at, tl.sum(keys * own_k, 1), mask=row < BLOCK)
-            tl.store(at + BLOCK, tl.sum(keys * own_q, 1), mask=row < BLOCK)
+        _keys(vectors_ptr, products_ptr, rows_ptr, updates_ptr, q_ptr, k_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr,
+              pages_ptr, first_token, start, stop, token_stride, a_stride, head, QKV_HEAD, A_HEAD, HEADS, SHARED,
+              KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, PAGE_SIZE, UPDATE_WIDTH, BLOCK, ROWS, BLOCK_K, GROUP,
+              DEPENDENT and EARLY)  # fmt: skip
+    for shared in tl.range(tl.maximum(kind - 1, 0), kind if SPLIT else SHARED):
+        _values(values_ptr, steps_ptr, rows_ptr, updates_ptr, v_ptr, b_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr,
+                pages_ptr, first_token, start, stop, token_stride, b_stride, a_stride, head, shared, QKV_HEAD, B_HEAD,
+                A_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, PAGE_SIZE, UPDATE_WIDTH, BLOCK, WHOLE_V,
+                GROUP, DEPENDENT and EARLY)  # fmt: skip
+
+
+@triton.jit
+def _keys(
+    vectors_ptr, products_ptr, rows_ptr, updates_ptr, q_ptr, k_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr, pages_ptr,
+    first_token, start, stop, token_stride, a_stride, head, QKV_HEAD: tl.constexpr, A_HEAD: tl.constexpr,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr,
+    TAPS: tl.constexpr, PAGE_SIZE: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Store queries and keys of a head's new rows, and their products with the keys since the edge. If states decay by
+    channel, also the decays since the edge."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + SHARED * (1 + DECAY_DIM)
+    edge = start // BLOCK * BLOCK
+    first = start - edge
+    row, group, dims = tl.arange(0, ROWS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
+    is_dim = dims < KEY_DIM
+    taps_ptr += head * CHANNELS * TAPS
+    q_ptr += first_token * token_stride + head * QKV_HEAD
+    k_ptr += first_token * token_stride + head * QKV_HEAD - KEY_DIM  # channels of keys stand behind those of queries
+    a_ptr += first_token * a_stride + head * A_HEAD
+    vectors_ptr += (first_token * HEADS + head) * (2 * KEY_DIM)
+    products_ptr += (first_token * HEADS + head) * (2 * BLOCK)
+    old = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE) + row
+    keys_ptr, is_old = updates_ptr + SHARED * VALUE_DIM + dims, (row < first)[:, None] & is_dim[None, :]
+    keys = tl.load(keys_ptr[None, :] + old[:, None] * UPDATE_WIDTH, mask=is_old, other=0.0)
+    if DECAY_DIM > 1:
+        a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head * KEY_DIM + dims, mask=is_dim, other=0.0)
+        decay = tl.load(keys_ptr[None, :] + KEY_DIM + old[:, None] * UPDATE_WIDTH, mask=is_old, other=0.0)
+        last = places(start - 1, first > 0, pages_ptr, head, HEADS, PAGE_SIZE)
+        passed = tl.load(keys_ptr + KEY_DIM + last * UPDATE_WIDTH, mask=is_dim & (first > 0), other=0.0)
+    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
+    of_k = old_part(first + group, group < stop - start, KEY_DIM + dims, is_dim, block_ptr, before_ptr, taps_ptr, edge,
+                    first, CHANNELS, WIDTH, TAPS)  # fmt: skip
+    of_q = old_part(first + group, group < stop - start, dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, first,
+                    CHANNELS, WIDTH, TAPS)  # fmt: skip
+    if WAIT:
+        gdc_wait()
+    for begin in range(0, stop - start, GROUP):
+        token = begin + group
+        is_new = token < stop - start
+        k = new_part(of_k, token, is_new, KEY_DIM + dims, is_dim, k_ptr, taps_ptr, token_stride, CHANNELS, TAPS)
+        q = new_part(of_q, token, is_new, dims, is_dim, q_ptr, taps_ptr, token_stride, CHANNELS, TAPS)
+        k, q = unit(k), unit(q) * KEY_DIM**-0.5
+        of_k, of_q = tl.zeros_like(of_k), tl.zeros_like(of_q)  # a group has no fewer rows than a convolution
+        for number in range(begin, tl.minimum(begin + GROUP, stop - start)):
+            own_k = tl.sum(tl.where((token == number)[:, None], k, 0.0), 0)
+            own_q = tl.sum(tl.where((token == number)[:, None], q, 0.0), 0)
+            here, vector_ptr = start + number - edge, vectors_ptr + number * (2 * HEADS * KEY_DIM) + dims
+            keys = tl.where((row == here)[:, None], own_k[None, :], keys)
+            if DECAY_DIM == 1:
+                tl.store(vector_ptr, own_k, mask=is_dim)
+                tl.store(vector_ptr + KEY_DIM, own_q, mask=is_dim)
+                seen = keys
+            else:
+                a = tl.load(a_ptr + number * a_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+                passed = tl.where(here == 0, 0.0, passed) + decays(a, is_dim, a_log, dt_bias)
+                own = places(start + number, number >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
+                tl.store(keys_ptr + KEY_DIM + own * UPDATE_WIDTH, passed, mask=is_dim)
+                tl.store(vector_ptr, own_k * tl.exp(passed), mask=is_dim)
+                tl.store(vector_ptr + KEY_DIM, own_q * tl.exp(passed), mask=is_dim)
+                decay = tl.where((row == here)[:, None], passed[None, :], decay)
+                seen = keys * tl.exp(tl.where((row <= here)[:, None], passed[None, :] - decay, float("-inf")))
+            at = products_ptr + number * (2 * HEADS * BLOCK) + row
+            tl.store(at, tl.sum(seen * own_k[None, :], 1), mask=row < BLOCK)
+            tl.store(at + BLOCK, tl.sum(seen * own_q[None, :], 1), mask=row < BLOCK)
             if here == BLOCK - 1:
                 keys = tl.zeros_like(keys)
                 edge += BLOCK
-        for of_key in tl.static_range(2):
-            store_rows(slots, is_new, of_key * KEY_DIM + dims, is_dim, 0, qkv_ptr, rows_ptr, pages_ptr, start,
-                       token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-    else:
-        if DEPENDENT and EARLY:
-            gdc_wait()
-        shared = kind - 1
-        value_head, channels = head * SHARED + shared, 2 * KEY_DIM + shared * VALUE_DIM + columns
-        v = convolved(first + new, is_new, channels, is_column, qkv_ptr, block_ptr, before_ptr, taps_ptr, edge, first,
-                      token_stride, WIDTH, TAPS, True, True)  # fmt: skip
-        of_head = (seq * query_len + new) * (HEADS * SHARED) + value_head
-        at = of_head[:, None] * VALUE_DIM + columns[None, :]
+        place = places(start + token, is_new, pages_ptr, head, HEADS, PAGE_SIZE)
+        tl.store(keys_ptr[None, :] + place[:, None] * UPDATE_WIDTH, k, mask=is_new[:, None] & is_dim[None, :])
+        store_rows(start + token, is_new, dims, is_dim, 0, q_ptr, rows_ptr, pages_ptr, start, token_stride, head, HEADS,
+                   PAGE_SIZE, WIDTH)  # fmt: skip
+        store_rows(start + token, is_new, KEY_DIM + dims, is_dim, 0, k_ptr, rows_ptr, pages_ptr, start, token_stride,
+                   head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        if DECAY_DIM > 1:
+            store_rows(start + token, is_new, dims, is_dim, CHANNELS + SHARED, a_ptr, rows_ptr, pages_ptr, start,
+                       a_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+
+
+@triton.jit
+def _values(
+    values_ptr, steps_ptr, rows_ptr, updates_ptr, v_ptr, b_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr, pages_ptr,
+    first_token, start, stop, token_stride, b_stride, a_stride, head, shared, QKV_HEAD: tl.constexpr,
+    B_HEAD: tl.constexpr, A_HEAD: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE_V: tl.constexpr, GROUP: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Store the values of one head's new rows, beta, and, if a head has one, the decay since the edge."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + SHARED * (1 + DECAY_DIM)
+    edge, group, columns, one = start // BLOCK * BLOCK, tl.arange(0, GROUP), tl.arange(0, WHOLE_V), tl.arange(0, 1)
+    first, channels, is_column = start - edge, 2 * KEY_DIM + shared * VALUE_DIM + columns, columns < VALUE_DIM
+    taps_ptr += head * CHANNELS * TAPS
+    v_ptr += first_token * token_stride + head * QKV_HEAD - 2 * KEY_DIM  # channels of values stand behind the others
+    b_ptr += first_token * b_stride + head * B_HEAD + shared
+    a_ptr += first_token * a_stride + head * A_HEAD + shared
+    values_ptr += ((first_token * HEADS + head) * SHARED + shared) * VALUE_DIM
+    steps_ptr += ((first_token * HEADS + head) * SHARED + shared) * 2
+    decays_ptr = updates_ptr + SHARED * VALUE_DIM + KEY_DIM + shared
+    passed = 0.0
+    if DECAY_DIM == 1:
+        a_log, dt_bias = tl.load(a_log_ptr + head * SHARED + shared), tl.load(dt_bias_ptr + head * SHARED + shared)
+        last = places(start - 1, first > 0, pages_ptr, head, HEADS, PAGE_SIZE)
+        passed = tl.load(decays_ptr + last * UPDATE_WIDTH, mask=first > 0, other=0.0)
+    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
+    old = old_part(first + group, group < stop - start, channels, is_column, block_ptr, before_ptr, taps_ptr, edge,
+                   first, CHANNELS, WIDTH, TAPS)  # fmt: skip
+    if WAIT:
+        gdc_wait()
+    for begin in range(0, stop - start, GROUP):
+        token = begin + group
+        is_new = token < stop - start
+        v = new_part(old, token, is_new, channels, is_column, v_ptr, taps_ptr, token_stride, CHANNELS, TAPS)
+        old = tl.zeros_like(old)  # a group has no fewer rows than a convolution
+        at = token[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
         tl.store(values_ptr + at, v, mask=is_new[:, None] & is_column[None, :])
-        b_ptr += seq * query_len * small_stride + head * B_HEAD + shared
-        a_ptr += seq * query_len * small_stride + head * A_HEAD + shared
-        b = tl.load(b_ptr + new * small_stride, mask=is_new, other=0.0).to(tl.float32)
-        a = tl.load(a_ptr + new * small_stride, mask=is_new, other=0.0).to(tl.float32)
-        tl.store(steps_ptr + of_head * 2, tl.sigmoid(b), mask=is_new)
-        decay = decays(a, is_new, tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head))
-        tl.store(steps_ptr + of_head * 2 + 1, decay, mask=is_new)
-        store_rows(slots, is_new, channels, is_column, 0, qkv_ptr, rows_ptr, pages_ptr, start, token_stride, head,
-                   HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        store_gates(slots, is_new, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS, SHARED,
-                    PAGE_SIZE, WIDTH)  # fmt: skip
+        store_rows(start + token, is_new, channels, is_column, 0, v_ptr, rows_ptr, pages_ptr, start, token_stride,
+                   head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        store_rows(start + token, is_new, one, one == 0, CHANNELS + shared, b_ptr, rows_ptr, pages_ptr, start, b_stride,
+                   head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        if DECAY_DIM == 1:
+            store_rows(start + token, is_new, one, one == 0, CHANNELS + SHARED + shared, a_ptr, rows_ptr, pages_ptr,
+                       start, a_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    for number in range(stop - start):
+        steps_of_row = steps_ptr + number * (2 * HEADS * SHARED)
+        if DECAY_DIM == 1:
+            a, slot = tl.load(a_ptr + number * a_stride).to(tl.float32), start + number
+            passed = tl.where(slot % BLOCK == 0, 0.0, passed) + decays(a, True, a_log, dt_bias)
+            tl.store(decays_ptr + places(slot, True, pages_ptr, head, HEADS, PAGE_SIZE) * UPDATE_WIDTH, passed)
+        tl.store(steps_of_row, tl.sigmoid(tl.load(b_ptr + number * b_stride).to(tl.float32)))
+        tl.store(steps_of_row + 1, passed)
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
 def _round_kernel(
     out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
-    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)]
-    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, SHARED * VALUE_DIM] float32, written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
-    queries_ptr,  # [num_tokens, HEADS, KEY_DIM] float32
-    keys_ptr,  # [num_seqs, HEADS, BLOCK + NEW, KEY_DIM] float32
+    vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32
     values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32
     steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32
-    a_log_ptr,  # [HEADS, SHARED] float32
-    dt_bias_ptr,  # [HEADS, SHARED] float32
     seq_lens_ptr,  # [num_seqs] int64
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     query_len,
@@ -243,9 +325,11 @@ def _round_kernel(
     SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,  # of a block
+    ROWS: tl.constexpr,  # of a block, and at least half as many as BLOCK_K
     STATE_PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -257,104 +341,155 @@ def _round_kernel(
     NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
     head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
+    first_token, pages_ptr = seq * query_len, table_ptr + seq * table_stride
     start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
     stop = tl.minimum(start + query_len, num_slots)
-    pages_ptr = table_ptr + seq * table_stride
-    out_ptr += (seq * query_len * HEADS * SHARED + value_head) * VALUE_DIM
-    keys_ptr += (seq * HEADS + head) * ((BLOCK + NEW) * KEY_DIM)
-    row, dims, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_dim, is_column, edge = dims < KEY_DIM, columns < VALUE_DIM, start // BLOCK * BLOCK
-    numbers_of_state = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
-    is_state = is_dim[:, None] & is_column[None, :]
-    first_ptr = keys_ptr + (start - edge) * KEY_DIM
+    row, columns = tl.arange(0, ROWS), part * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_column, edge = columns < VALUE_DIM, start // BLOCK * BLOCK
     if DEPENDENT:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
     before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
-    state = tl.load(states_ptr + before * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
+    low, high = _state(states_ptr + before * STATE_PART, edge > 0, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
     place = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE)
-    updates, decay, passed = _since_edge(
-        place + row, row < start - edge, columns, is_column, shared, tl.load(a_log_ptr + value_head),
-        tl.load(dt_bias_ptr + value_head), rows_ptr, updates_ptr, SHARED, VALUE_DIM,
-        2 * KEY_DIM + SHARED * (VALUE_DIM + 2),
-    )  # fmt: skip
+    at = updates_ptr + (place + row) * UPDATE_WIDTH
+    is_old = row < start - edge
+    updates = tl.load(at[:, None] + (shared * VALUE_DIM + columns)[None, :], mask=is_old[:, None] & is_column[None, :],
+                      other=0.0)  # fmt: skip
+    decay = tl.zeros([ROWS], tl.float32)
+    if DECAY_DIM == 1:
+        decay = tl.load(at + (SHARED * VALUE_DIM + KEY_DIM) + shared, mask=is_old, other=0.0)
     if DEPENDENT and EARLY:
         gdc_wait()
-    for token in range(stop - start):
-        here, of_head = start + token - edge, (seq * query_len + token) * HEADS + head
-        at = products_ptr + of_head * (2 * BLOCK) + row
-        of_k, of_q = tl.load(at, mask=row < here, other=0.0), tl.load(at + BLOCK, mask=row < here, other=0.0)
-        of_own = tl.load(products_ptr + of_head * (2 * BLOCK) + BLOCK + here)
-        k = tl.load(first_ptr + token * KEY_DIM + dims, mask=is_dim, other=0.0)
-        q = tl.load(queries_ptr + of_head * KEY_DIM + dims, mask=is_dim, other=0.0)
-        of_head = of_head * SHARED + shared
-        v = tl.load(values_ptr + of_head * VALUE_DIM + columns, mask=is_column, other=0.0)
-        beta = tl.load(steps_ptr + of_head * 2)
-        passed += tl.load(steps_ptr + of_head * 2 + 1)
-        between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
-        known = tl.exp(passed) * tl.sum(state * k[:, None], 0) + tl.sum((of_k * between)[:, None] * updates, 0)
-        output = tl.exp(passed) * tl.sum(state * q[:, None], 0) + tl.sum((of_q * between)[:, None] * updates, 0)
-        update = beta * (v - known)
-        output += of_own * update
-        own_ptr = updates_ptr + ((place + here) * SHARED + shared) * VALUE_DIM
-        tl.store(own_ptr + columns, update, mask=is_column)
-        output = output.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token * (HEADS * SHARED * VALUE_DIM) + columns, output, mask=is_column)
-        updates = tl.where((row == here)[:, None], update[None, :], updates)
-        decay = tl.where(row == here, passed, decay)
-        if here == BLOCK - 1:
-            tl.debug_barrier()  # updates are stored
-            old = tl.load(states_ptr + before * STATE_PART + numbers_of_state, mask=is_state & (edge > 0), other=0.0)
-            faded = tl.exp(tl.where(row < BLOCK, passed - decay, float("-inf")))
-            block_ptr = first_ptr + (token + 1 - BLOCK) * KEY_DIM
-            advanced = _advanced(old * tl.exp(passed), block_ptr, faded, updates_ptr, place, dims, is_dim, columns,
-                                 is_column, shared, SHARED, KEY_DIM, VALUE_DIM, BLOCK)  # fmt: skip
-            to_ptr = states_ptr + place * STATE_PART + numbers_of_state
-            tl.store(to_ptr, advanced, mask=is_state)
-            tl.debug_barrier()
-            state = tl.load(to_ptr, mask=is_state, other=0.0)
-            updates, passed = tl.zeros_like(updates), 0.0
-            edge += BLOCK
-            before, place = place, places(edge, start + token + 1 < stop, pages_ptr, head, HEADS, PAGE_SIZE)
+    out_ptr += value_head * VALUE_DIM
+    _rows_of_block(out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, low, high, updates, decay,
+                   first_token, start, tl.minimum(stop, edge + BLOCK), edge, place, value_head, columns, is_column,
+                   HEADS, SHARED, KEY_DIM, VALUE_DIM, UPDATE_WIDTH, BLOCK, ROWS)  # fmt: skip
+    for _ in range(start // BLOCK, stop // BLOCK):  # blocks that the round completes
+        edge += BLOCK
+        after = places(edge, edge < stop, pages_ptr, head, HEADS, PAGE_SIZE)
+        _next_block(out_ptr, states_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, before, place,
+                    after, first_token + edge - start, edge, stop, value_head, part, HEADS, SHARED, KEY_DIM, VALUE_DIM,
+                    DECAY_DIM, UPDATE_WIDTH, BLOCK, ROWS, STATE_PART, BLOCK_K, BLOCK_V)  # fmt: skip
+        before, place = place, after
     new = tl.arange(0, NEW)
     is_lost = (new >= stop - start) & (new < query_len)  # without a slot
-    at = new[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
+    lost_ptr = out_ptr + (first_token + new)[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
     nothing = tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, nothing, mask=is_lost[:, None] & is_column[None, :])
+    tl.store(lost_ptr, nothing, mask=is_lost[:, None] & is_column[None, :])
 
 
 @triton.jit
-def _since_edge(
-    places, is_old, columns, is_column, shared, a_log, dt_bias, rows_ptr, updates_ptr, SHARED: tl.constexpr,
-    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+def _state(
+    state_ptr, has_state, shared, columns, is_column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the updates [ROWS, BLOCK_V] of the rows at `places` of pools, zeros where `is_old` is False, their decays
-    since the edge [ROWS], and the decay of them all."""
-    at = places[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
-    updates = tl.load(updates_ptr + at, mask=is_old[:, None] & is_column[None, :], other=0.0)
-    a = tl.load(rows_ptr + places * WIDTH + WIDTH - SHARED + shared, mask=is_old, other=0.0)
-    own = decays(a.to(tl.float32), is_old, a_log, dt_bias)
-    return updates, tl.cumsum(own, 0), tl.sum(own, 0)
+    """Return some columns of a state in two pieces [ROWS, BLOCK_V], so that their rows are spread over threads as those
+    of updates are. The second one is the first one if a key has no more than ROWS numbers."""
+    dims = tl.arange(0, ROWS)
+    state_ptr += (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
+    is_in = is_column[None, :] & has_state
+    low = tl.load(state_ptr, mask=(dims < KEY_DIM)[:, None] & is_in, other=0.0)
+    high = low
+    if KEY_DIM > ROWS:
+        high = tl.load(state_ptr + ROWS * VALUE_DIM, mask=(dims + ROWS < KEY_DIM)[:, None] & is_in, other=0.0)
+    return low, high
 
 
 @triton.jit
-def _advanced(
-    state, keys_ptr, faded, updates_ptr, place, dims, is_dim, columns, is_column, shared, SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr,
+def _rows_of_block(
+    out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, low, high, updates, decay, first_token,
+    start, stop, edge, place, value_head, columns, is_column, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return `state` [BLOCK_K, BLOCK_V] with the products of a block's keys [BLOCK, KEY_DIM] and its stored updates,
-    each times `faded` [ROWS]. This is rare, so all is read again, few rows at a time, and no round keeps it ready."""
+    """Store updates and outputs of new rows of one block, which follow the old rows that have `updates` [ROWS, BLOCK_V]
+    and `decay` [ROWS]. `low` and `high`: the state before the block, as `_state` returns it."""
+    head, shared, row = value_head // SHARED, value_head % SHARED, tl.arange(0, ROWS)
+    is_low, is_high = row < KEY_DIM, row + ROWS < KEY_DIM
+    for number in range(stop - start):
+        here, of_head = start + number - edge, (first_token + number) * HEADS + head
+        of_value_head = of_head * SHARED + shared
+        vector_ptr, pairs_ptr = vectors_ptr + of_head * (2 * KEY_DIM) + row, products_ptr + of_head * (2 * BLOCK)
+        beta, passed = tl.load(steps_ptr + of_value_head * 2), tl.load(steps_ptr + of_value_head * 2 + 1)
+        k, q = tl.load(vector_ptr, mask=is_low, other=0.0), tl.load(vector_ptr + KEY_DIM, mask=is_low, other=0.0)
+        of_k = tl.load(pairs_ptr + row, mask=row < here, other=0.0)
+        of_q = tl.load(pairs_ptr + BLOCK + row, mask=row < here, other=0.0)
+        own = tl.load(pairs_ptr + BLOCK + here)
+        v = tl.load(values_ptr + of_value_head * VALUE_DIM + columns, mask=is_column, other=0.0)
+        from_k, from_q = low * k[:, None], low * q[:, None]
+        if KEY_DIM > ROWS:
+            from_k += high * tl.load(vector_ptr + ROWS, mask=is_high, other=0.0)[:, None]
+            from_q += high * tl.load(vector_ptr + (KEY_DIM + ROWS), mask=is_high, other=0.0)[:, None]
+        between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
+        from_k = from_k * tl.exp(passed) + updates * (of_k * between)[:, None]
+        from_q = from_q * tl.exp(passed) + updates * (of_q * between)[:, None]
+        known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
+        update = beta * (v - known)
+        output = (output + own * update).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (first_token + number) * (HEADS * SHARED * VALUE_DIM) + columns, output, mask=is_column)
+        tl.store(updates_ptr + (place + here) * UPDATE_WIDTH + shared * VALUE_DIM + columns, update, mask=is_column)
+        updates = tl.where((row == here)[:, None], update[None, :], updates)
+        decay = tl.where(row == here, passed, decay)
+
+
+@triton.jit(noinline=True)
+def _next_block(
+    out_ptr, states_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, before, place, after,
+    first_token, edge, stop, value_head, part, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STATE_PART: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Store the state behind the block at `place`, whose last row is stored, and then go on with the rows from `edge`
+    on, which lie at `after`. `before`: the place of the state before. This is rare. As a function of its own it takes
+    no registers from the rest of the kernel."""
+    shared, columns = value_head % SHARED, part * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_column = columns < VALUE_DIM
+    tl.debug_barrier()  # updates are stored
+    _advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > BLOCK, shared, columns, is_column,
+             SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
+    tl.debug_barrier()
+    low, high = _state(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
+    _rows_of_block(out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, low, high,
+                   tl.zeros_like(low), tl.zeros([ROWS], tl.float32), first_token, edge, tl.minimum(stop, edge + BLOCK),
+                   edge, after, value_head, columns, is_column, HEADS, SHARED, KEY_DIM, VALUE_DIM, UPDATE_WIDTH, BLOCK,
+                   ROWS)  # fmt: skip
+
+
+@triton.jit
+def _advance(
+    states_ptr, updates_ptr, before, place, has_state, shared, columns, is_column, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, STATE_PART: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store some columns of the state behind the block at `place`: the decayed state `before`, and the decayed products
+    of keys and updates, whose first row `updates_ptr` points to. All is read again, few rows at a time."""
     TILE: tl.constexpr = 16
-    NUM: tl.constexpr = faded.shape[0] // TILE
-    tile, row = tl.arange(0, NUM)[:, None], tl.arange(0, TILE)
-    faded = tl.reshape(faded, [NUM, TILE])
-    for i in range(NUM):
-        is_row = i * TILE + row < BLOCK
-        is_in = is_dim[:, None] & is_row[None, :]
-        keys = tl.load(keys_ptr + (i * TILE + row)[None, :] * KEY_DIM + dims[:, None], mask=is_in, other=0.0)
-        at = (place + i * TILE + row)[:, None] * (SHARED * VALUE_DIM) + shared * VALUE_DIM + columns[None, :]
-        update = tl.load(updates_ptr + at, mask=is_row[:, None] & is_column[None, :], other=0.0)
-        update *= tl.sum(tl.where(tile == i, faded, 0.0), 0)[:, None]
+    row, dims = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    is_dim = dims < KEY_DIM
+    is_state = is_dim[:, None] & is_column[None, :]
+    numbers = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
+    state = tl.load(states_ptr + before * STATE_PART + numbers, mask=is_state & has_state, other=0.0)
+    keys_ptr = updates_ptr + SHARED * VALUE_DIM + dims
+    decays_ptr = updates_ptr + SHARED * VALUE_DIM + KEY_DIM
+    if DECAY_DIM == 1:
+        whole = tl.load(decays_ptr + (BLOCK - 1) * UPDATE_WIDTH + shared)
+        state *= tl.exp(whole)
+    else:
+        whole = tl.load(decays_ptr + (BLOCK - 1) * UPDATE_WIDTH + dims, mask=is_dim, other=0.0)
+        state *= tl.exp(whole)[:, None]
+    for first in range(0, BLOCK, TILE):
+        own, is_row = (first + row) * UPDATE_WIDTH, first + row < BLOCK
+        is_key = is_dim[:, None] & is_row[None, :]
+        keys = tl.load(keys_ptr[:, None] + own[None, :], mask=is_key, other=0.0)
+        if DECAY_DIM == 1:
+            decay = tl.load(decays_ptr + own + shared, mask=is_row, other=0.0)
+            keys *= tl.exp(tl.where(is_row, whole - decay, 0.0))[None, :]
+        else:
+            decay = tl.load(decays_ptr + dims[:, None] + own[None, :], mask=is_key, other=0.0)
+            keys *= tl.exp(tl.where(is_key, whole[:, None] - decay, 0.0))
+        at = updates_ptr + own[:, None] + (shared * VALUE_DIM + columns)[None, :]
+        update = tl.load(at, mask=is_row[:, None] & is_column[None, :], other=0.0)
         state = tl.dot(keys, update, state, input_precision="tf32x3")
-    return state
+    tl.store(states_ptr + place * STATE_PART + numbers, state, mask=is_state)

@@ -19,17 +19,19 @@ TILE = 16  # rows, the fewest of a product
 
 def check_layer(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, plan: DeltaPlan) -> None:
     """Check the shapes of a layer's arguments once."""
-    num_tokens, num_heads, num_channels = inputs.qkv.shape
-    _, num_shared, key_dim, value_dim = weights.state_shape
-    assert num_channels == 2 * key_dim + num_shared * value_dim, (inputs.qkv.shape, weights.state_shape)
-    assert inputs.b.shape == inputs.a.shape == (num_tokens, num_heads, num_shared), (inputs.b.shape, inputs.a.shape)
-    assert weights.taps.shape[:2] == (num_heads, num_channels) and weights.taps.is_contiguous(), weights.taps.shape
-    assert weights.a_log.is_contiguous() and weights.dt_bias.is_contiguous()
-    assert weights.dt_bias.numel() == num_heads * num_shared, "kernels have one decay per value head"
-    assert inputs.qkv.stride(2) == inputs.b.stride(2) == inputs.a.stride(2) == 1, [each.stride() for each in inputs]
-    assert inputs.b.stride(0) == inputs.a.stride(0), (inputs.b.stride(), inputs.a.stride())
+    num_heads, num_shared, key_dim, value_dim = weights.state_shape
+    num_tokens, decay_dim = len(inputs.q), weights.dt_bias.shape[2]
+    assert inputs.q.shape == inputs.k.shape == (num_tokens, num_heads, key_dim), (inputs.q.shape, inputs.k.shape)
+    assert inputs.v.shape == (num_tokens, num_heads, num_shared * value_dim), inputs.v.shape
+    assert inputs.b.shape == (num_tokens, num_heads, num_shared), inputs.b.shape
+    assert inputs.a.shape == (num_tokens, num_heads, num_shared * decay_dim), inputs.a.shape
+    assert inputs.q.stride() == inputs.k.stride() == inputs.v.stride(), [each.stride() for each in inputs]
+    assert inputs.q.stride(2) == inputs.b.stride(2) == inputs.a.stride(2) == 1, [each.stride() for each in inputs]
+    assert weights.taps.shape[::2] == (num_heads, 2 * key_dim + num_shared * value_dim), weights.taps.shape
+    assert weights.taps.is_contiguous() and weights.a_log.is_contiguous() and weights.dt_bias.is_contiguous()
+    assert decay_dim == 1 or num_shared == 1, "kernels have one value head per key head if states decay by channel"
     page_size = pools.rows.shape[3]
-    widths = [num_channels + 2 * num_shared, num_shared * value_dim, pools.states.shape[4]]
+    widths = [weights.width, weights.update_width, pools.states.shape[4]]
     for pool, width in zip(pools, widths, strict=True):
         assert pool.is_contiguous() and pool.shape[1:] == (1, num_heads, page_size, width), (pool.shape, width)
     assert weights.num_before <= plan.block, (weights.num_before, plan.block)
@@ -62,31 +64,68 @@ def convolved(
     new_ptr,  # the projections' output of this head for the first new row, tokens token_stride apart
     block_ptr,  # the row at the edge in the pool
     before_ptr,  # behind the row before
-    taps_ptr,  # [CHANNELS, TAPS] float32, of this head
+    taps_ptr,  # [TAPS, CHANNELS] float32, of this head
     edge,
     first_new,  # row
     token_stride,
+    CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     TAPS: tl.constexpr,
     HAS_OLD: tl.constexpr,  # rows before the first new one are read
-    HAS_NEW: tl.constexpr,
 ):
     """Return rows behind the convolution and silu, [M, N] float32; zeros where `is_row` or `is_channel` is False. Rows
     before the first new one lie in its block, or just before."""
     mixed = tl.zeros([rows.shape[0], channels.shape[0]], tl.float32)
+    if HAS_OLD:
+        mixed = old_part(rows, is_row, channels, is_channel, block_ptr, before_ptr, taps_ptr, edge, first_new,
+                         CHANNELS, WIDTH, TAPS)  # fmt: skip
+    return new_part(mixed, rows - first_new, is_row, channels, is_channel, new_ptr, taps_ptr, token_stride,
+                    CHANNELS, TAPS)  # fmt: skip
+
+
+@triton.jit
+def old_part(
+    rows, is_row, channels, is_channel, block_ptr, before_ptr, taps_ptr, edge, first_new,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Return the part of the convolution of rows that rows before the first new one have, [M, N]. These are a row's
+    first ones, so `new_part` goes on in the same order."""
+    mixed = tl.zeros([rows.shape[0], channels.shape[0]], tl.float32)
     for tap in tl.static_range(TAPS):
         at = rows - (TAPS - 1) + tap
-        x = tl.zeros([rows.shape[0], channels.shape[0]], tl.float32)
-        if HAS_OLD:
-            old = tl.where(at >= 0, block_ptr, before_ptr) + at * WIDTH
-            is_in = (is_row & (at < first_new) & (edge + at >= 0))[:, None] & is_channel[None, :]
-            x += tl.load(old[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
-        if HAS_NEW:
-            new = new_ptr + (at - first_new).to(tl.int64) * token_stride
-            is_in = (is_row & (at >= first_new))[:, None] & is_channel[None, :]
-            x += tl.load(new[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
-        mixed += x * tl.load(taps_ptr + channels * TAPS + tap, mask=is_channel, other=0.0)[None, :]
+        old = tl.where(at >= 0, block_ptr, before_ptr) + at * WIDTH
+        is_in = (is_row & (at < first_new) & (edge + at >= 0))[:, None] & is_channel[None, :]
+        x = tl.load(old[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
+        mixed += x * _taps(taps_ptr + tap * CHANNELS, rows, channels, is_channel)
+    return mixed
+
+
+@triton.jit
+def new_part(
+    mixed, tokens, is_row, channels, is_channel, new_ptr, taps_ptr, token_stride, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):  # fmt: skip
+    """Return rows behind the convolution and silu, given the part of old rows. `tokens` [M] are the rows, counted from
+    the first new one."""
+    for tap in tl.static_range(TAPS):
+        at = tokens - (TAPS - 1) + tap
+        new = new_ptr + at.to(tl.int64) * token_stride
+        is_in = (is_row & (at >= 0))[:, None] & is_channel[None, :]
+        x = tl.load(new[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
+        mixed += x * _taps(taps_ptr + tap * CHANNELS, tokens, channels, is_channel)
     return mixed * tl.sigmoid(mixed)
+
+
+@triton.jit
+def _taps(taps_ptr, rows, channels, is_channel):
+    """Return a tap's weights of channels, [M or 1, N]. If rows are few, each thread reads its own ones: passing them on
+    through shared memory would take longer."""
+    if rows.shape[0] <= 8:
+        at = channels[None, :] + tl.zeros_like(rows)[:, None]
+        taps = tl.load(taps_ptr + at, mask=is_channel[None, :] & (at >= 0), other=0.0)
+    else:
+        taps = tl.load(taps_ptr + channels, mask=is_channel, other=0.0)[None, :]
+    return taps
 
 
 @triton.jit
@@ -129,16 +168,3 @@ def store_rows(
     row = places(slots, is_row, pages_ptr, head, HEADS, PAGE_SIZE)
     at = rows_ptr + row[:, None] * WIDTH + first_column + columns[None, :]
     tl.store(at, x.to(rows_ptr.dtype.element_ty), mask=is_in)
-
-
-@triton.jit
-def store_gates(
-    slots, is_row, shared, b_ptr, a_ptr, rows_ptr, pages_ptr, start, small_stride, head, HEADS: tl.constexpr,
-    SHARED: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Store b and a of one value head, the last numbers of a row, as `store_rows` does."""
-    one = tl.arange(0, 1)
-    store_rows(slots, is_row, one, one == 0, WIDTH - 2 * SHARED + shared, b_ptr, rows_ptr, pages_ptr, start,
-               small_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-    store_rows(slots, is_row, one, one == 0, WIDTH - SHARED + shared, a_ptr, rows_ptr, pages_ptr, start, small_stride,
-               head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip

@@ -62,6 +62,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_5": ("qwen3_5_text", {}),
     "qwen3_next of published heads": ("qwen3_next", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}),
+    "kimi_linear": ("kimi_linear", {}),
+    "kimi_linear of published heads": ("kimi_linear", {"linear_head_dim": 128}),
     "mimo": ("mimo_v2_flash", {}),
     "mimo of published heads": ("mimo_v2_flash", {"head_dim": 192, "v_head_dim": 128, "sliding_window": 33}),
     "gemma3 of published heads": ("gemma3_text", {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 33}),
@@ -69,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 DRAFTED = [(name, drafter) for name in FAMILIES for drafter in ("eagle3", "ngram")]
 DRAFTED.remove(("gemma4 with experts", "eagle3"))  # the attention of trees is that of gemma4
 DELTA_RULES = ["qwen3_next", "qwen3_5", "qwen3_next of published heads"]
+DELTA_RULES += ["kimi_linear", "kimi_linear of published heads"]
 DRAFTED = [each for each in DRAFTED if each[1] == "ngram" or each[0] not in DELTA_RULES]  # trees are refused
 
 # entries of 4 and of 128 tokens, and a window of 128

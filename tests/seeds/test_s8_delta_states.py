@@ -73,7 +73,7 @@ def test_a_state_that_lacks_the_last_token_is_caught(
     def early(rows: Any, state: Any, weights: Any, block: int) -> Any:
         made = rule(rows, state, weights, block)
         skipped = rows.clone()
-        skipped[weights.num_before + block - 1 :: block, :, weights.taps.shape[1] :] = -100.0  # no update, no decay
+        skipped[weights.num_before + block - 1 :: block, :, weights.taps.shape[2] :] = -100.0  # no update, no decay
         return made._replace(states=rule(skipped, state, weights, block).states)
 
     monkeypatch.setattr(delta_net, "gated_delta_rule", early)

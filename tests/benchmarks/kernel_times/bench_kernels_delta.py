@@ -1,8 +1,10 @@
 """Time the kernels of the gated delta rule on a GPU at the shapes of Qwen3-Next and Qwen3.5-35B: 16 key heads and 32
-value heads of 128 numbers, a convolution over 4 tokens, pages of 64 tokens, bfloat16.
+value heads of 128 numbers, a convolution over 4 tokens, pages of 64 tokens, bfloat16. Parts named channel have the
+shape of Kimi-Linear: 32 heads, whose states decay by channel.
 
     python tests/benchmarks/kernel_times/bench_kernels_delta.py \
-        [--only rounds tiles prompts gates] [--sequences 1 8 32 64] [--rows 1 2 4] [--chunk 2048 8192]
+        [--only rounds tiles prompts gates channel-rounds channel-prompts] \
+        [--sequences 1 8 32 64] [--rows 1 2 4] [--chunk 2048 8192]
 
 Rows, updates and states in pages are those of the reference, which every kernel is compared with. Sequences end at all
 places of a block. A round's time is compared with reading the state, the rows since the edge and their updates, once.
@@ -13,6 +15,7 @@ them.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -28,35 +31,68 @@ from baton.kernels.state import triton_delta_round
 from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule
 from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools, delta_prompt, delta_round, gate_heads
 
-HEADS, SHARED, DIM, TAPS, BLOCK = 16, 2, 128, 4, 64
-CHANNELS = (2 + SHARED) * DIM
-WIDTH = CHANNELS + SHARED * (DIM + 2)  # of a key head's inputs, gates included
-STATE_BYTES = HEADS * SHARED * DIM * DIM * 4
-ROW_BYTES = HEADS * (SHARED * DIM * 4 + DIM * 2)  # the update of a row since the edge, and its key
-OUTPUT_ERROR, UPDATE_ERROR = 5e-3, {"rounds": 1e-4, "prompts": 5e-3}  # outputs are bfloat16, prompts' products tf32
+DIM, TAPS, BLOCK = 128, 4, 64
+OUTPUT_ERROR, UPDATE_ERROR = 5e-3, {"rounds": 1e-4, "prompts": 5e-3}  # outputs are bfloat16, prompts' factors float16
+
+
+class Heads(NamedTuple):
+    """The heads of a layer."""
+
+    keys: int = 16
+    shared: int = 2  # value heads of a key head
+    decay_dim: int = 1
+
+    @property
+    def channels(self) -> int:
+        return (2 + self.shared) * DIM
+
+    @property
+    def parts(self) -> list[int]:
+        """Numbers of a key head in the inputs: q, k, v, gates, b and a."""
+        return [DIM, DIM, self.shared * DIM, self.shared * DIM, self.shared, self.shared * self.decay_dim]
+
+    @property
+    def used(self) -> int:
+        """Numbers of a key head in a row of updates."""
+        return DIM + self.shared * (DIM + self.decay_dim)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.keys * self.shared * DIM * DIM * 4
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row since the edge: updates, decays and key."""
+        return self.keys * self.used * 4
+
+
+BY_HEAD, BY_CHANNEL = Heads(), Heads(32, 1, DIM)
 
 
 class Text(NamedTuple):
-    """A text, what the reference makes of it, and its pages of one layer, [num_pages, 1, HEADS, BLOCK, width]."""
+    """A text, what the reference makes of it, and its pages of one layer, [num_pages, 1, num_heads, BLOCK, width]."""
 
+    heads: Heads
     weights: DeltaWeights
-    inputs: Tensor  # [num_tokens, HEADS, WIDTH]
+    inputs: Tensor  # [num_tokens, num_heads * width]
     expected: DeltaOutputs
     pages: DeltaPools
 
     @classmethod
-    def make(cls, num_tokens: int) -> Text:
+    def make(cls, num_tokens: int, heads: Heads) -> Text:
         torch.manual_seed(0)
-        channels = torch.randn(HEADS, CHANNELS, TAPS, device="cuda") / TAPS**0.5
-        a_log, dt_bias = torch.rand(HEADS, SHARED, device="cuda") - 3, torch.randn(HEADS, SHARED, 1, device="cuda")
-        weights, inputs = DeltaWeights(channels, a_log, dt_bias, DIM, DIM), normal(num_tokens, HEADS, WIDTH)
-        rows = torch.cat([inputs[:, :, :CHANNELS], inputs[:, :, CHANNELS + SHARED * DIM :]], 2)
+        num_heads, shared, decay_dim = heads
+        taps = torch.randn(num_heads, TAPS, heads.channels, device="cuda") / TAPS**0.5
+        a_log = torch.rand(num_heads, shared, device="cuda") - 3
+        weights = DeltaWeights(taps, a_log, torch.randn(num_heads, shared, decay_dim, device="cuda"), DIM, DIM)
+        inputs = normal(num_tokens, num_heads * sum(heads.parts))
+        q, k, v, _, b, a = views(inputs, heads)
+        rows = torch.cat([q, k, v, b, a], 2)
         state = torch.zeros(weights.state_shape, device="cuda")
         expected = gated_delta_rule(F.pad(rows, (0, 0, 0, 0, TAPS - 1, 0)), state, weights, BLOCK)
-        updates = expected.updates.view(num_tokens, HEADS, -1)
-        pages = [each.unflatten(0, (-1, BLOCK)).transpose(1, 2).unsqueeze(1) for each in (rows, updates)]
-        states = torch.stack(expected.states).view(-1, 1, HEADS, BLOCK, SHARED * DIM * DIM // BLOCK)
-        return cls(weights, inputs, expected, DeltaPools(*(each.contiguous() for each in (*pages, states))))
+        pages = [each.unflatten(0, (-1, BLOCK)).transpose(1, 2).unsqueeze(1) for each in (rows, expected.updates)]
+        states = torch.stack(expected.states).view(-1, 1, num_heads, BLOCK, shared * DIM * DIM // BLOCK)
+        return cls(heads, weights, inputs, expected, DeltaPools(*(each.contiguous() for each in (*pages, states))))
 
     def pools(self, num_seqs: int, *, is_filled: bool) -> list[DeltaPools]:
         """Return copies of the pools of sequences of this text, whose pages follow each other behind a padding page."""
@@ -77,8 +113,12 @@ class Text(NamedTuple):
         return DeltaPlan.of(table, lens, None if is_round else starts, num_tokens, BLOCK, BLOCK)
 
 
-def views(inputs: Tensor) -> DeltaInputs:
-    return DeltaInputs(*inputs.split([CHANNELS, SHARED * DIM, SHARED, SHARED], 2))
+def views(inputs: Tensor, heads: Heads) -> DeltaInputs:
+    """Return the parts of each head, which lie side by side in Qwen's projections. In Kimi's, heads of a part do."""
+    if heads == BY_HEAD:
+        return DeltaInputs(*inputs.unflatten(1, (heads.keys, -1)).split(heads.parts, 2))
+    parts = inputs.split([heads.keys * part for part in heads.parts], 1)
+    return DeltaInputs(*(part.unflatten(1, (heads.keys, -1)) for part in parts))
 
 
 def near(found: Tensor, expected: Tensor, tolerance: float) -> float:
@@ -88,8 +128,8 @@ def near(found: Tensor, expected: Tensor, tolerance: float) -> float:
     return error
 
 
-def rounds(options: argparse.Namespace, *, has_peer: bool = True) -> Iterator[Kernel]:
-    text = Text.make(2 * BLOCK)
+def rounds(options: argparse.Namespace, heads: Heads = BY_HEAD, *, has_peer: bool = True) -> Iterator[Kernel]:
+    text = Text.make(2 * BLOCK, heads)
     for num_seqs, num_rows in itertools.product(options.sequences, options.rows):
         first = BLOCK + (torch.arange(num_seqs, device="cuda") * 37 + 32) % (BLOCK - num_rows)  # none ends a block
         places = first[:, None] + torch.arange(num_rows, device="cuda")
@@ -97,53 +137,54 @@ def rounds(options: argparse.Namespace, *, has_peer: bool = True) -> Iterator[Ke
         pools = text.pools(num_seqs, is_filled=True)
 
         def call(own: DeltaPools, inputs: Tensor = inputs, plan: DeltaPlan = plan) -> Tensor:
-            return delta_round(views(inputs), text.weights, own, plan, is_alone=True)
+            return delta_round(views(inputs, heads), text.weights, own, plan, is_alone=True)
 
         def check(pools: Any = pools, places: Tensor = places, call: Any = call) -> float:
             seqs = torch.arange(len(places), device="cuda")[:, None].expand_as(places)
             pages, slots = 2 + 2 * seqs, places - BLOCK
             pools[0].updates[pages, 0, :, slots] = torch.nan  # the kernel writes them again
             found = call(pools[0])
-            stored = pools[0].updates[pages, 0, :, slots].view(*places.shape, -1, DIM)
-            near(stored, text.expected.updates[places], UPDATE_ERROR["rounds"])
-            return near(found.view(stored.shape), text.expected.outputs[places], OUTPUT_ERROR)
+            stored = pools[0].updates[pages, 0, :, slots]
+            near(stored[..., : heads.used], text.expected.updates[places][..., : heads.used], UPDATE_ERROR["rounds"])
+            return near(found.view(*places.shape, -1, DIM), text.expected.outputs[places], OUTPUT_ERROR)
 
-        moved = num_seqs * STATE_BYTES + int((first - BLOCK).sum()) * ROW_BYTES + inputs.nbytes
+        moved = num_seqs * heads.state_bytes + int((first - BLOCK).sum()) * heads.row_bytes + inputs.nbytes
         name = f"{num_seqs} x {num_rows}"
         yield Kernel(name, [lambda own=own, call=call: call(own) for own in pools], moved, check=check)
-        if num_rows == 1 and has_peer:
-            yield from _peer(f"fla, {name}", text, num_seqs, 1, STATE_BYTES * num_seqs * 2)
+        if num_rows == 1 and has_peer and heads == BY_HEAD:
+            yield from _peer(f"fla, {name}", text, num_seqs, 1, heads.state_bytes * num_seqs * 2)
 
 
 def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
-    """Rounds of one row by other columns and warps than the kernel chooses."""
-    chosen = triton_delta_round.TILE_OF_STATE
+    """Rounds of one row by other columns, warps and registers than the kernel chooses, and by split programs."""
+    chosen, most = triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for tile in ((16, 4, 128), (16, 2, 168), (32, 4, 168), (32, 8, 128), (64, 4, 255), (64, 8, 128)):
-        triton_delta_round.TILE_OF_STATE = tile
+    for is_split, tile in itertools.product((False, True), ((32, 4, 80), (32, 4, 96), (32, 4, 128), (64, 4, 128))):
+        triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT = tile, 1024 if is_split else 0
+        name = "{} columns, {} warps, {} registers{}".format(*tile, ", split" if is_split else "")
         for kernel in rounds(one, has_peer=False):
-            yield kernel._replace(name="{}, {} columns, {} warps, {} registers".format(kernel.name, *tile))
-    triton_delta_round.TILE_OF_STATE = chosen
+            yield kernel._replace(name=f"{kernel.name}, {name}")
+    triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT = chosen, most
 
 
-def prompts(options: argparse.Namespace) -> Iterator[Kernel]:
+def prompts(options: argparse.Namespace, heads: Heads = BY_HEAD) -> Iterator[Kernel]:
     for chunk in options.chunk:
-        text = Text.make(chunk)
+        text = Text.make(chunk, heads)
         plan, pools = text.plan(1, torch.tensor([chunk], device="cuda"), chunk), text.pools(1, is_filled=False)
 
         def call(own: DeltaPools, text: Text = text, plan: DeltaPlan = plan) -> Tensor:
-            return delta_prompt(views(text.inputs), text.weights, own, plan)
+            return delta_prompt(views(text.inputs, text.heads), text.weights, own, plan)
 
         def check(text: Text = text, pools: Any = pools, call: Any = call) -> float:
             found = call(pools[0])
-            for own, expected in zip(pools[0][1:], text.pages[1:], strict=True):
-                near(own[1:], expected, UPDATE_ERROR["prompts"])
+            near(pools[0].states[1:], text.pages.states, UPDATE_ERROR["prompts"])
             assert torch.equal(pools[0].rows[1:], text.pages.rows)
             return near(found, text.expected.outputs, OUTPUT_ERROR)
 
         moved = sum(each.nbytes for each in text.pages) + text.inputs.nbytes
         yield Kernel(f"{chunk}", [lambda own=own, call=call: call(own) for own in pools], moved, check=check)
-        yield from _peer(f"fla, {chunk}", text, 1, chunk, moved)
+        if heads == BY_HEAD:
+            yield from _peer(f"fla, {chunk}", text, 1, chunk, moved)
 
 
 def _peer(name: str, text: Text, num_seqs: int, num_tokens: int, num_bytes: int) -> Iterator[Kernel]:
@@ -155,13 +196,15 @@ def _peer(name: str, text: Text, num_seqs: int, num_tokens: int, num_bytes: int)
         print(f"{name}: fla-core cannot be used ({error})")
         return
     rule = ops.fused_recurrent_gated_delta_rule if num_tokens == 1 else ops.chunk_gated_delta_rule
-    mixed = normal(num_seqs, num_tokens, HEADS, CHANNELS)
-    q, k, v = mixed.split([DIM, DIM, SHARED * DIM], 3)
-    q, k = (each.repeat_interleave(SHARED, 2).contiguous() for each in (q, k))
-    v = v.reshape(num_seqs, num_tokens, HEADS * SHARED, DIM).contiguous()
-    g = -torch.rand(num_seqs, num_tokens, HEADS * SHARED, device="cuda")
+    num_heads, shared, _ = text.heads
+    mixed = normal(num_seqs, num_tokens, num_heads, text.heads.channels)
+    q, k, v = mixed.split([DIM, DIM, shared * DIM], 3)
+    q, k = (each.repeat_interleave(shared, 2).contiguous() for each in (q, k))
+    v = v.reshape(num_seqs, num_tokens, num_heads * shared, DIM).contiguous()
+    g = -torch.rand(num_seqs, num_tokens, num_heads * shared, device="cuda")
     beta = torch.rand_like(g).bfloat16()
-    states = torch.randn(copies(num_seqs * STATE_BYTES), num_seqs, HEADS * SHARED, DIM, DIM, device="cuda")
+    num_copies = copies(num_seqs * text.heads.state_bytes)
+    states = torch.randn(num_copies, num_seqs, num_heads * shared, DIM, DIM, device="cuda")
 
     def call(state: Tensor) -> object:
         more: dict[str, Any] = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
@@ -173,8 +216,9 @@ def _peer(name: str, text: Text, num_seqs: int, num_tokens: int, num_bytes: int)
 
 def gates(options: argparse.Namespace) -> Iterator[Kernel]:
     for num in (*options.sequences, *options.chunk):
-        outputs, inputs = normal(num, HEADS * SHARED, DIM), normal(num, HEADS, WIDTH)
-        gate, norm = views(inputs).gate, Norm(1 + normal(DIM, scale=0.1), 1e-6)
+        num_heads, shared, _ = BY_HEAD
+        outputs, inputs = normal(num, num_heads * shared, DIM), normal(num, num_heads * sum(BY_HEAD.parts))
+        gate, norm = views(inputs, BY_HEAD).gate, Norm(1 + normal(DIM, scale=0.1), 1e-6)
 
         def check(outputs: Tensor = outputs, gate: Tensor = gate, norm: Norm = norm) -> float:
             normed = F.rms_norm(outputs.float(), (DIM,), norm.weight.float(), norm.eps)
@@ -186,5 +230,7 @@ def gates(options: argparse.Namespace) -> Iterator[Kernel]:
 
 
 if __name__ == "__main__":
+    by_channel = {"channel-rounds": rounds, "channel-prompts": prompts}
     parts = {"rounds": rounds, "prompts": prompts, "gates": gates, "tiles": tiles}
+    parts |= {name: functools.partial(part, heads=BY_CHANNEL) for name, part in by_channel.items()}
     measure(__doc__, "delta-rule", parts, sequences=[1, 8, 32, 64], rows=[1, 2, 4], chunk=[2048, 8192])

@@ -41,7 +41,7 @@ def layer(delta: DeltaConfig) -> DeltaNet:
     """A layer whose projections are the hidden state itself, so that no product rounds."""
     generator = torch.Generator().manual_seed(1)
     heads = delta.num_key_heads, delta.num_shared
-    taps = torch.randn(heads[0], delta.num_channels, delta.num_taps, generator=generator)
+    taps = torch.randn(heads[0], delta.num_channels, delta.num_taps, generator=generator).transpose(1, 2).contiguous()
     a_log, dt_bias = (torch.rand(*each, generator=generator) for each in (heads, (*heads, delta.decay_dim)))
     size = delta.num_value_heads * delta.value_dim
     return DeltaNet(
@@ -219,11 +219,13 @@ def test_a_rank_without_sequences_has_no_outputs() -> None:
     assert text.run(torch.zeros(0, width(DELTA)), batch).shape == (0, DELTA.num_value_heads * DELTA.value_dim)
 
 
-def test_kernels_have_the_numbers_of_plain_torch() -> None:
+@pytest.mark.parametrize("delta", [DELTA, pytest.param(BY_CHANNEL, marks=pytest.mark.whole)])
+def test_kernels_have_the_numbers_of_plain_torch(delta: DeltaConfig) -> None:
     """A chunk, a round over an edge, and the next token of the sequence beside its chunk."""
     pytest.importorskip("triton")
-    hidden, text = hidden_states(num_tokens=50), Text(32)
-    expected = Text(32).outputs(hidden, [50])
+    delta = replace(delta, num_value_heads=delta.num_key_heads) if delta.decay_dim > 1 else delta
+    hidden, text = hidden_states(num_tokens=50, delta=delta), Text(32, delta)
+    expected = Text(32, delta).outputs(hidden, [50])
     with preferring("triton"):
         outputs = [text.run(hidden[:29], text.batch(29, 0))]
         position = torch.arange(29, 34)[None]

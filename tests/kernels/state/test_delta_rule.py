@@ -15,7 +15,7 @@ NUM_CHANNELS = 2 * KEY_DIM + NUM_SHARED * VALUE_DIM
 
 def weights(decay_dim: int = 1) -> DeltaWeights:
     torch.manual_seed(1)
-    taps, a_log = torch.randn(NUM_HEADS, NUM_CHANNELS, NUM_TAPS), torch.rand(NUM_HEADS, NUM_SHARED)
+    taps, a_log = torch.randn(NUM_HEADS, NUM_TAPS, NUM_CHANNELS), torch.rand(NUM_HEADS, NUM_SHARED)
     return DeltaWeights(taps, a_log, torch.randn(NUM_HEADS, NUM_SHARED, decay_dim), KEY_DIM, VALUE_DIM)
 
 
@@ -32,7 +32,7 @@ def token_by_token(rows: Tensor, own: DeltaWeights) -> Tensor:
     state, outputs = torch.zeros(own.state_shape, dtype=torch.float64), []
     for last in range(NUM_TAPS - 1, len(rows)):
         window = rows[last - NUM_TAPS + 1 : last + 1, :, :NUM_CHANNELS].permute(1, 2, 0)
-        mixed = torch.nn.functional.silu((window * taps).sum(2))
+        mixed = torch.nn.functional.silu((window * taps.transpose(1, 2)).sum(2))
         q, k, v = mixed.split([KEY_DIM, KEY_DIM, NUM_SHARED * VALUE_DIM], 1)
         q, k = (each / (each.square().sum(1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
         b, a = rows[last, :, NUM_CHANNELS:].tensor_split([NUM_SHARED], 1)

@@ -13,6 +13,7 @@ from triton_device import DEVICE, random
 pytest.importorskip("triton")
 
 from baton.kernels.products.norm import Norm
+from baton.kernels.state import triton_delta_round
 from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule
 from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools
 from baton.kernels.state.triton_delta_gate import gate_heads
@@ -30,6 +31,7 @@ class Sizes(NamedTuple):
     key_dim: int = 12
     value_dim: int = 10
     page_size: int = 32
+    decay_dim: int = 1
     dtype: torch.dtype = torch.float32
 
     @property
@@ -47,21 +49,26 @@ class Sizes(NamedTuple):
 
     def weights(self) -> DeltaWeights:
         heads = self.num_heads, self.num_shared
-        taps = random(self.num_heads, self.num_channels, TAPS, seed=1)
-        return DeltaWeights(taps, random(*heads, seed=2), random(*heads, 1, seed=3), self.key_dim, self.value_dim)
+        taps, biases = random(self.num_heads, TAPS, self.num_channels, seed=1), random(*heads, self.decay_dim, seed=3)
+        return DeltaWeights(taps, random(*heads, seed=2), biases, self.key_dim, self.value_dim)
 
     def inputs(self, num_tokens: int) -> Tensor:
         """The projections' output for a text, q, k, v, gates, b and a of each key head, [num_tokens, heads, width]."""
-        width = self.num_channels + self.num_shared * (self.value_dim + 2)
+        width = self.num_channels + self.num_shared * (self.value_dim + 1 + self.decay_dim)
         return random(num_tokens, self.num_heads, width, seed=4).to(self.dtype)
 
     def views(self, inputs: Tensor) -> DeltaInputs:
-        sizes = [self.num_channels, self.num_shared * self.value_dim, self.num_shared, self.num_shared]
-        return DeltaInputs(*inputs.split(sizes, 2))
+        of_values = self.num_shared * self.value_dim
+        gates = self.num_shared, self.num_shared * self.decay_dim
+        return DeltaInputs(*inputs.split([self.key_dim, self.key_dim, of_values, of_values, *gates], 2))
+
+    def rows(self, inputs: Tensor) -> Tensor:
+        """What a pool keeps of a text."""
+        q, k, v, _, b, a = self.views(inputs)
+        return torch.cat([q, k, v, b, a], 2)
 
     def expected(self, inputs: Tensor) -> DeltaOutputs:
-        qkv, _, b, a = self.views(inputs)
-        rows = torch.cat([qkv, b, a], 2)
+        rows = self.rows(inputs)
         rows = torch.cat([rows.new_zeros(TAPS - 1, *rows.shape[1:]), rows])
         own = self.weights()
         return gated_delta_rule(rows, torch.zeros(own.state_shape, device=DEVICE), own, self.block)
@@ -78,7 +85,7 @@ class Texts:
         order = torch.randperm(num_seqs * per_seq, generator=torch.Generator().manual_seed(0)) + 1
         self.table = order.view(num_seqs, per_seq).to(DEVICE)
         part = -(-shared * sizes.key_dim * sizes.value_dim // sizes.block)
-        widths = sizes.num_channels + 2 * shared, shared * sizes.value_dim, part
+        widths = self.weights.width, self.weights.update_width, part
         shape = num_seqs * per_seq + 1, 1, heads, page_size
         rows, *others = (torch.full((*shape, width), torch.nan, device=DEVICE) for width in widths)
         self.pools = DeltaPools(rows.to(sizes.dtype), *others)
@@ -103,12 +110,12 @@ class Texts:
     def check(self, seq: int, stop: int) -> None:
         """Compare what lies in the pools for a sequence of `stop` tokens."""
         sizes, (rows, updates, states) = self.sizes, (pool[self.table[seq], 0].transpose(1, 2) for pool in self.pools)
-        qkv, _, b, a = sizes.views(self.inputs)
         rows, updates = rows.flatten(0, 1), updates.flatten(0, 1)
-        assert torch.equal(rows[:stop], torch.cat([qkv, b, a], 2)[:stop]) and rows[stop:].isnan().all()
-        torch.testing.assert_close(
-            updates[:stop].reshape(stop, -1), self.expected.updates[:stop].flatten(1), **sizes.tolerance
-        )
+        assert torch.equal(rows[:stop], sizes.rows(self.inputs)[:stop]) and rows[stop:].isnan().all()
+        since_edge = slice(stop // sizes.block * sizes.block, stop)
+        used = slice(sizes.key_dim + sizes.num_shared * (sizes.value_dim + sizes.decay_dim))
+        expected = self.expected.updates[since_edge, :, used]
+        torch.testing.assert_close(updates[since_edge, :, used], expected, **sizes.tolerance)
         assert updates[stop:].isnan().all()
         size, states = sizes.num_shared * sizes.key_dim * sizes.value_dim, states.flatten(0, 1)
         for i in range(len(states) // sizes.block):
@@ -133,6 +140,21 @@ def test_rounds_are_the_text_however_many_rows_they_have(page_size: int) -> None
     text.check(0, num)
 
 
+def test_bits_of_a_round_depend_neither_on_its_rows_nor_on_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 1, 2 and 11 rows over an edge, of one sequence and of two, by programs for both and for each."""
+    sizes = Sizes(num_heads=1, page_size=16, key_dim=20)
+    found: list[Texts] = []
+    for round_len, num_seqs, most_split in ((1, 1, 8), (2, 2, 0), (11, 1, 0), (11, 2, 8)):
+        monkeypatch.setattr(triton_delta_round, "MOST_SPLIT", most_split)
+        found.append(Texts(sizes, 22, num_seqs))
+        for start in range(0, 22, round_len):
+            found[-1].run([(start, start + round_len)] * num_seqs, is_round=True)
+    for text in found[1:]:
+        for pool, expected in zip(text.pools, found[0].pools, strict=True):
+            for own, others in zip(text.table[-1], found[0].table[0], strict=True):
+                assert torch.equal(pool[own].nan_to_num(), expected[others].nan_to_num())
+
+
 @pytest.mark.parametrize("page_size", [4, 64, pytest.param(128, marks=pytest.mark.whole)])
 def test_prompts_are_the_text_however_they_are_divided(page_size: int) -> None:
     """Chunks that end at edges, between them, and in their own block."""
@@ -145,7 +167,8 @@ def test_prompts_are_the_text_however_they_are_divided(page_size: int) -> None:
     text.check(0, num)
     whole = Texts(sizes, num)
     whole.run([(0, num)], is_round=False)
-    for pool, expected in zip(text.pools, whole.pools, strict=True):
+    whole.check(0, num)
+    for pool, expected in zip(text.pools[::2], whole.pools[::2], strict=True):
         assert torch.equal(pool.nan_to_num(), expected.nan_to_num())
 
 
@@ -161,9 +184,22 @@ def test_sequences_of_a_forward_are_apart() -> None:
     text.check(1, 25)
 
 
-def test_factors_of_16_bits_stay_near() -> None:
+def test_states_that_decay_by_channel() -> None:
+    """A prompt of two tiles of rows, rounds over an edge, a chunk from the edge once more, and a round."""
+    text = Texts(Sizes(num_shared=1, decay_dim=12), 70)
+    text.run([(0, 22)], is_round=False)
+    text.run([(22, 27)], is_round=True)
+    text.run([(27, 38)], is_round=True)
+    text.run([(38, 65)], is_round=False)
+    text.run([(65, 70)], is_round=True)
+    text.check(0, 70)
+
+
+@pytest.mark.parametrize("decay_dim", [1, 12])
+def test_factors_of_16_bits_stay_near(decay_dim: int) -> None:
     """A prompt, a round over an edge, and a chunk from the edge once more, with inputs of bfloat16."""
-    text = Texts(Sizes(page_size=16, dtype=torch.bfloat16), 60)
+    num_shared = 2 if decay_dim == 1 else 1
+    text = Texts(Sizes(num_shared=num_shared, decay_dim=decay_dim, page_size=16, dtype=torch.bfloat16), 60)
     text.run([(0, 30)], is_round=False)
     text.run([(30, 35)], is_round=True)
     text.run([(35, 60)], is_round=False)

@@ -337,37 +337,46 @@ def _fp8_pages() -> None:
 
 
 def _delta() -> None:
-    from baton.kernels.state import triton_delta_gate, triton_delta_prompt, triton_delta_round
+    from baton.kernels.state import triton_delta_gate, triton_delta_pairs, triton_delta_prompt, triton_delta_round
 
-    types = _TYPES | dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias"), "*fp32")
-    types |= {"decays": "*fp32", "rows": "*bf16"}
+    kinds = dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias", "vectors", "products", "steps"), "*fp32")
+    types = _TYPES | kinds | {"decays": "*fp32", "rows": "*bf16"}
     types |= dict.fromkeys(("starts", "stops", "tokens", "first_blocks", "block_seqs", "block_edges"), "*i32")
-    sizes = {"HEADS": 16, "SHARED": 2, "KEY_DIM": 128, "VALUE_DIM": 128, "PAGE_SIZE": 64, "BLOCK": 64, "BLOCK_K": 128}
-    strides = {"QKV_HEAD": 768, "B_HEAD": 4, "A_HEAD": 4, "TAPS": 4}  # of Qwen3-Next
-    strides |= {"token_stride": 16 * 772, "small_stride": 16 * 772}
-    of_round = types | dict.fromkeys(("queries", "keys", "products", "values", "steps"), "*fp32")
-    both = {**sizes, "ROWS": 64, "NEW": 16, "EARLY": True, "DEPENDENT": True}
-    kernel, constants = triton_delta_round._rows_kernel, {**both, **strides, "BLOCK_V": 128}
-    print("rows", compiled_bytes(kernel, constants, of_round, num_warps=8, num_stages=1, maxnreg=80))
-    kernel, constants = triton_delta_round._round_kernel, {**both, "BLOCK_V": 32, "STATE_PART": 512}
-    print("round", compiled_bytes(kernel, constants, of_round, num_warps=4, num_stages=1, maxnreg=128))
-    for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
-        own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
-        of_block = {**sizes, "ROWS": 64}
-        prompt = {
-            "convolve": {**sizes, **strides, "BLOCK_V": 128, "SCALE": scale},
-            "pairs": of_block,
-            "invert": {"HEADS": 32, "BLOCK": 64},
-            "solve": {**of_block, "BLOCK_V": 128},
-            "pass": {**of_block, "BLOCK_V": 32, "STATE_PART": 512, "SCALE": scale},
-        }
-        for name, constants in prompt.items():
-            kernel, num_warps = getattr(triton_delta_prompt, f"_{name}_kernel"), 1 if name == "invert" else 4
-            launch = {"num_stages": 3 if kept == "*fp16" else 1} if name == "pass" else {}
-            launch |= {"maxnreg": 80} if name == "convolve" else {}
-            print(f"{name} {kept[1:]}", compiled_bytes(kernel, constants, own, num_warps=num_warps, **launch))
-    constants = {"GATE_HEAD": 768, "VALUES": 32, "SHARED": 2, "DIM": 128, "BLOCK": 128, "ROWS": 4, "DEPENDENT": True}
-    print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants, types, num_warps=4))
+    for shared, decay_dim, token_stride in ((2, 1, 16 * 772), (1, 128, 4 * 4096 + 160)):  # Qwen3-Next, Kimi-Linear
+        heads, words = 32 // shared, "" if decay_dim == 1 else " by channel"
+        sizes = {"HEADS": heads, "SHARED": shared, "KEY_DIM": 128, "VALUE_DIM": 128, "DECAY_DIM": decay_dim}
+        sizes |= {"PAGE_SIZE": 64, "UPDATE_WIDTH": 392 if decay_dim == 1 else 384, "BLOCK": 64, "BLOCK_K": 128}
+        of_inputs = {"QKV_HEAD": 772 if decay_dim == 1 else 128, "B_HEAD": 772 if decay_dim == 1 else 1, "TAPS": 4}
+        of_inputs |= {"A_HEAD": 772 if decay_dim == 1 else 128, "token_stride": token_stride, "b_stride": token_stride}
+        of_inputs |= {"a_stride": token_stride if decay_dim == 1 else 4096}
+        both = {**sizes, "ROWS": 64, "EARLY": True, "DEPENDENT": True}
+        of_round, num_warps = types | {"values": "*fp32"}, 4 if decay_dim == 1 else 8
+        constants = {**both, **of_inputs, "WHOLE_V": 128, "GROUP": num_warps, "SPLIT": False}
+        kernel, launch = triton_delta_round._rows_kernel, {"num_stages": 1, "maxnreg": 128}
+        print(f"rows{words}", compiled_bytes(kernel, constants, of_round, num_warps=num_warps, **launch))
+        constants = {**both, "BLOCK_V": 32, "STATE_PART": 256 * shared, "NEW": 16}
+        kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": 96}
+        print(f"round{words}", compiled_bytes(kernel, constants, of_round, num_warps=4, **launch))
+        of_blocks = {**sizes, "ROWS": 64}
+        for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
+            own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
+            of_states = {**of_blocks, "STATE_PART": 256 * shared, "SCALE": scale}
+            prompt = {"convolve": {**sizes, **of_inputs, "BLOCK_V": 128, "SCALE": scale, "KEEP": False}}
+            if decay_dim == 1:
+                prompt["pairs"] = {**of_blocks, "KEEP": False}
+            else:
+                prompt |= dict.fromkeys(("decays", "channel_pairs"), of_blocks)
+            prompt |= {"invert": {"HEADS": 32, "BLOCK": 64}, "solve": {**of_blocks, "BLOCK_V": 128}}
+            prompt |= {"pass": {**of_states, "BLOCK_V": 32, "KEEP": False}, "outputs": {**of_states, "BLOCK_V": 64}}
+            del prompt["outputs"]["UPDATE_WIDTH"]
+            for name, constants in prompt.items():
+                module = triton_delta_pairs if name in ("pairs", "decays", "channel_pairs") else triton_delta_prompt
+                kernel, launch = getattr(module, f"_{name}_kernel"), {"num_warps": 1 if name == "invert" else 4}
+                launch |= {"num_stages": 3 if kept == "*fp16" else 1} if name == "pass" else {}
+                launch |= {"maxnreg": 80} if name == "convolve" else {}
+                print(f"{name} {kept[1:]}{words}", compiled_bytes(kernel, constants, own, **launch))
+    constants = {"GATE_HEAD": 768, "VALUES": 32, "SHARED": 2, "DIM": 128, "BLOCK": 128, "ROWS": 4, "SIGMOID": False}
+    print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants | {"DEPENDENT": True}, types, num_warps=4))
 
 
 def _entries() -> None:
