@@ -47,6 +47,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _IMPORTED = [
     *("anyio.pytest_plugin", "hypothesis", "numba", "pytest_asyncio.plugin", "pytest_timeout", "scipy.stats", "torch"),
     *("triton_device", "transformers.models.llama.modeling_llama"),  # triton_device comes before transformers
+    # clients, which twelve rooms use
+    *("anthropic.resources.messages", "openai.resources.chat.completions", "openai.resources.responses"),
 ]
 sys.path += [str(ROOT / "tests/support" / room) for room in ("clusters", "devices")]
 

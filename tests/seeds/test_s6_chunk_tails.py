@@ -155,7 +155,7 @@ def test_chunks_and_prefix_hits_make_no_difference(
         assert any(result.ended and result.ended.num_cached for result in pair.results.values())
 
 
-ALONE = ("eagle", "mtp-deepseek", "mtp3-mimo", "frozen-kv-mtp", "eagle-on-latents", SIX_LAYERS)
+ALONE = ("eagle", "mtp-deepseek", "frozen-kv-mtp", "eagle-on-latents", SIX_LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ a window.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -125,16 +126,7 @@ def with_qwen_mtp(source: Path, path: Path, num_layers: int = 1) -> Path:
 def qwen_mtp_states(model: Path, ids: list[int], hidden: Tensor, place: int = 0) -> Tensor:
     """Return the states of prediction layer `place` of a checkpoint of `with_qwen_mtp` after the last norm, by a
     decoder layer of transformers: [num_rows, hidden_size] of tokens `ids`, each with a state of `hidden`."""
-    reference = copy.deepcopy(rounding_model(model, None))
-    tensors, own = load_file(model / "model.safetensors"), f"mtp.layers.{place}."
-    layer = reference.model.layers[reference.config.layer_types.index("full_attention")]
-    weights = {name.removeprefix(own): each for name, each in tensors.items() if name.startswith(own)}
-    experts = [name for name in weights if ".experts." in name]
-    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-        num = len({each.split(".")[2] for each in experts})
-        stacked = [torch.cat([weights[f"mlp.experts.{i}.{part}.weight"] for part in parts]) for i in range(num)]
-        weights |= {f"mlp.experts.{name}": torch.stack(stacked)} if stacked else {}
-    layer.load_state_dict({name: each for name, each in weights.items() if name not in experts})
+    reference, layer, tensors = _qwen_layer(model, place)
 
     def norm(x: Tensor, name: str) -> Tensor:
         scale = 1 + tensors[f"mtp.{name}.weight"]
@@ -146,6 +138,23 @@ def qwen_mtp_states(model: Path, ids: list[int], hidden: Tensor, place: int = 0)
     mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
     rotary = reference.model.rotary_emb(x, positions)
     return norm(layer(x, position_embeddings=rotary, attention_mask=mask)[0], "norm")
+
+
+@functools.cache
+def _qwen_layer(model: Path, place: int) -> tuple[Any, Any, dict[str, Tensor]]:
+    """Return a model of transformers, one of its layers with the weights of prediction layer `place`, and all tensors
+    of the checkpoint."""
+    reference = copy.deepcopy(rounding_model(model, None))
+    tensors, own = load_file(model / "model.safetensors"), f"mtp.layers.{place}."
+    layer = reference.model.layers[reference.config.layer_types.index("full_attention")]
+    weights = {name.removeprefix(own): each for name, each in tensors.items() if name.startswith(own)}
+    experts = [name for name in weights if ".experts." in name]
+    for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        num = len({each.split(".")[2] for each in experts})
+        stacked = [torch.cat([weights[f"mlp.experts.{i}.{part}.weight"] for part in parts]) for i in range(num)]
+        weights |= {f"mlp.experts.{name}": torch.stack(stacked)} if stacked else {}
+    layer.load_state_dict({name: each for name, each in weights.items() if name not in experts})
+    return reference, layer, tensors
 
 
 class OwnMtpOracle:
