@@ -25,7 +25,7 @@ from ...kernels.state.pages import (
     page_checksums,
 )
 from ...metadata.errors import OutOfMemory, TransferError
-from ...metadata.handoff.pages import MappedPools, Shared
+from ...metadata.handoff.pages import MappedPools, Readable, Shared
 from ...metadata.handoff.ranks.shards import PagePart
 from ...metadata.handoff.schema.kv_layout import KvLayout
 from .cuda_memory import Mapping, map_shared, share
@@ -160,6 +160,12 @@ class CudaPool:
         for each in self.shared:
             weakref.finalize(self, os.close, each.descriptor)
         self._warm_up()
+
+    @property
+    def readable(self) -> Readable:
+        """Where other nodes' NIXL reads the pools."""
+        sizes = tuple(pool.numel() * pool.element_size() for pool in self._pools)
+        return Readable("VRAM", self._device.index or 0, tuple(pool.data_ptr() for pool in self._pools), sizes)
 
     @property
     def stream(self) -> torch.cuda.Stream:

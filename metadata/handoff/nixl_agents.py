@@ -20,17 +20,17 @@ import struct
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..errors import TransferError
-from .memory import PageMemory
 
 logger = logging.getLogger(__name__)
 
 RING_BYTES = 64 << 20
 MIN_SLOTS = 4
+TCP_SEGMENT_BYTES = 256 << 10  # UCX answers a read over TCP in messages of this size, and by default of 8 KiB
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
@@ -57,24 +57,43 @@ def interface_of(host: str) -> str | None:
     return None
 
 
+MemoryKind = Literal["DRAM", "VRAM"]  # of the host, or of a GPU
+
+
+class Region(NamedTuple):
+    """Memory of this process that a peer may read."""
+
+    address: int
+    size: int  # bytes
+    gpu: int = 0
+
+
 class PoolAgent:
     """Lets peers read these pools, which must stay mapped until `close`. Raises TransferError if NIXL cannot."""
 
-    def __init__(self, name: str, memory: Sequence[PageMemory], host: str) -> None:
-        """`host`: the address at which NIXL listens."""
-        self.name, self.addresses = name, tuple(int(pool.pages.ctypes.data) for pool in memory)
-        self.generations = int(memory[0].generations.ctypes.data)
+    def __init__(
+        self, name: str, pools: Sequence[Region], kind: MemoryKind, generations: np.ndarray, host: str
+    ) -> None:
+        """`kind`: of the pools' memory. `generations`: of the pages, int64 [num_counted], in memory of the host.
+        `host`: the address at which NIXL listens."""
+        self.name, self.generations = name, int(generations.ctypes.data)
         self._agent = _make_agent(name, host, has_thread=True)  # reads go on while this process computes
-        regions = [(address, pool.size, 0, "") for address, pool in zip(self.addresses, memory, strict=True)]
+        regions: dict[MemoryKind, list[Region]] = {"DRAM": [], "VRAM": []}
+        regions[kind] += pools
+        if not any(each.address <= self.generations < each.address + each.size for each in regions["DRAM"]):
+            regions["DRAM"].append(Region(self.generations, generations.nbytes))
         try:
-            self._registered = self._agent.register_memory(regions, "DRAM")
+            self._registered = [
+                self._agent.register_memory([(*each, "") for each in some], of) for of, some in regions.items() if some
+            ]
             self.metadata = bytes(self._agent.get_agent_metadata())
         except Exception as error:  # NIXL's errors have no common class
             raise TransferError(f"NIXL cannot register the pools: {error}") from error
 
     def close(self) -> None:
         """End all reads of the pools, which may be unmapped then."""
-        self._agent.deregister_memory(self._registered)
+        for each in self._registered:
+            self._agent.deregister_memory(each)
         del self._agent
 
 
@@ -135,15 +154,18 @@ class RingAgent:
         """Return the bytes of a slot, uint8 [slot_bytes]."""
         return self._ring[slot]
 
-    def read(self, peer: str, slot: int, sources: np.ndarray, at: np.ndarray) -> Any:
-        """Begin to read `sources` (address, bytes; uint64 [n, 2]) of the peer to offsets `at` [n] of the slot. Return a
-        handle. Raises TransferError; the slot is not the caller's then."""
+    def read(
+        self, peer: str, slot: int, sources: np.ndarray, at: np.ndarray, kind: MemoryKind = "DRAM", gpu: int = 0
+    ) -> Any:
+        """Begin to read `sources` (address, bytes; uint64 [n, 2]) of the peer to offsets `at` [n] of the slot. They lie
+        in its memory of this kind. Return a handle. Raises TransferError; the slot is not the caller's then."""
         remote, local = (np.zeros((len(at), 3), np.uint64) for _ in range(2))
         remote[:, :2] = sources
+        remote[:, 2] = gpu
         local[:, 0], local[:, 1] = np.uint64(self._ring[slot].ctypes.data) + at, sources[:, 1]
         agent, handle = self._agent, None
         try:
-            descs = (agent.get_xfer_descs(rows, "DRAM") for rows in (local, remote))
+            descs = agent.get_xfer_descs(local, "DRAM"), agent.get_xfer_descs(remote, kind)
             handle = agent.initialize_xfer("READ", *descs, peer)
             agent.transfer(handle)
         except Exception as error:
@@ -197,6 +219,8 @@ def _make_agent(name: str, host: str, *, has_thread: bool) -> Any:
     if interface is None:
         raise TransferError(f"NIXL has no interface with the address {host} to listen at")
     os.environ.setdefault("UCX_NET_DEVICES", interface)
+    for option in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
+        os.environ.setdefault(option, str(TCP_SEGMENT_BYTES))
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     api = _api()
     try:

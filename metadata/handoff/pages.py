@@ -30,12 +30,21 @@ from xxhash import xxh3_64_intdigest
 from ..errors import OutOfMemory
 from ..wire.node_info import HandoffSchema, HostMemory
 from .memory import PageMemory, PeerMemory, pack_pages, whole_part
-from .nixl_agents import PoolAgent
+from .nixl_agents import MemoryKind, PoolAgent
 from .ranks.shards import PagePart
 from .schema.kv_layout import KvLayout
 from .schema.schema import GPU_CHECKSUM, blocks_per_page
 
 CHECKSUM_BYTES = 8
+
+
+class Readable(NamedTuple):
+    """Where NIXL reads the pools of a node."""
+
+    kind: MemoryKind
+    gpu: int  # its index in this process; 0 for the host's memory
+    addresses: tuple[int, ...]  # of the pools, [num_layers, num_pages, page_layer_bytes] uint8 each
+    sizes: tuple[int, ...]  # bytes
 
 
 class Shared(NamedTuple):
@@ -83,6 +92,11 @@ class DevicePool(Protocol):
     def shared(self) -> tuple[Shared, ...]:
         """Values that other processes of this host need to map the pools, one per pool; empty if they cannot do so. If
         ranks of this node have pages of their own, these are the pools of rank 0, then those of rank 1, and so on."""
+        ...
+
+    @property
+    def readable(self) -> Readable:
+        """Where other nodes' NIXL reads the pools."""
         ...
 
     def map(
@@ -158,7 +172,7 @@ class OfferedPages:
         counted: HostMemory | None = None,
     ) -> None:
         _check_digest(schema, device)
-        self._has_checksums = blocks_per_page(schema) > 0
+        self.has_checksums = blocks_per_page(schema) > 0
         self.memory, self.device, self.counted = tuple(memory), device, counted
         self._first = None if counted is None else memory_of_rank_0(counted, memory[0])
         self.data_address = ""  # of the node's data links, set by them
@@ -168,6 +182,14 @@ class OfferedPages:
         self._known: dict[int, tuple[int, bytes]] = {}  # by page: its generation, its checksums
         self._begun: list[_Begun] = []
         self._on_host: dict[int, int] = {}  # by page: the generation that lies in the mirror
+
+    @property
+    def readable(self) -> Readable:
+        """Where NIXL reads the pages: the pools themselves, on a GPU too."""
+        if self.device is not None:
+            return self.device.readable
+        addresses = tuple(int(pool.pages.ctypes.data) for pool in self.memory)
+        return Readable("DRAM", 0, addresses, tuple(pool.size for pool in self.memory))
 
     def await_work(self, pages: Sequence[int], generations: Sequence[int]) -> None:
         """Let the next checksums of these pages wait for all work that has been submitted so far: it computes them.
@@ -191,7 +213,7 @@ class OfferedPages:
         far, if it is a GPU. So they are there when the pages are offered. Without memory for them nothing happens."""
         ages = dict(zip(pages, generations, strict=True))
         new = self._unbegun(ages)
-        if self.device is None or not self._has_checksums or not new:
+        if self.device is None or not self.has_checksums or not new:
             return
         with suppress(OutOfMemory):
             self._begun.append(_Begun({page: ages[page] for page in new}, self.device.begin_digest(new)))
@@ -247,7 +269,7 @@ class OfferedPages:
     def _digest(self, pages: Sequence[int]) -> list[bytes]:
         if self.device is not None:
             return self.device.digest(pages)
-        return [page_checksums(self.memory, page) if self._has_checksums else b"" for page in pages]
+        return [page_checksums(self.memory, page) if self.has_checksums else b"" for page in pages]
 
 
 class ReceivedPages:

@@ -426,7 +426,7 @@ class PullLinks:
     ) -> None:
         self._end, self._answer_s, self._team, self._part = end, answer_s, team, part
         self._allow_list = end.allow_list
-        for name in end.transports if source is None and end.device is None else ():
+        for name in end.transports:
             TRANSPORTS[name].begin_pulls(end.memory, end.own_host)
         needs_inbox = any(TRANSPORTS[name].needs_same_host or TRANSPORTS[name].needs_inbox for name in end.transports)
         self._inbox = _inbox(end.shared_dir) if needs_inbox else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -106,6 +106,8 @@ class NixlWelcome(LinkWelcome, frozen=True, tag="nixl_welcome", kw_only=True):
     metadata: Annotated[bytes, Meta(max_length=1 << 16)]  # NIXL's own format
     pools: Annotated[tuple[Count, ...], Meta(max_length=MAX_POOLS)]
     generations: Count
+    kind: Literal["DRAM", "VRAM"] = "DRAM"  # of the pools' memory; the generations are in that of the host
+    gpu: Index = 0  # of the pools, as the prefill node counts them
 
 
 class PagePortWelcome(LinkWelcome, frozen=True, tag="page_port_welcome", kw_only=True):

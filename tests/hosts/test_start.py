@@ -6,10 +6,11 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from host_cluster import DEMO, HostCluster
-from network import Family
+from network import Family, Network
 from patience import wait_until
 from switch import Conditions
 
@@ -22,8 +23,14 @@ SECRETS = {"BATON_API_KEY": "client", "BATON_ADMIN_KEY": "operator"}
 class ByHand(HostCluster):
     """Processes started by commands of a page, whose router has keys of clients."""
 
+    host_of: ClassVar[dict[str, str]] = {}  # by process, if it has another name
+
     def environ(self, name: str) -> dict[str, str]:
-        return super().environ(name) | (SECRETS if name == "router" else {})
+        return super().environ(self.host_of.get(name, name)) | (SECRETS if name == "router" else {})
+
+
+class OfTwoHosts(ByHand):
+    host_of: ClassVar[dict[str, str]] = {"router": "host1", "prefill": "host1", "decode": "host2"}
 
 
 def commands(page: str, section: str) -> list[list[str]]:
@@ -69,6 +76,23 @@ def test_the_commands_of_the_docs_start_baton_on_three_hosts(by_hand: ByHand) ->
         by_hand.api_key = "wrong"
         assert by_hand.get("/v1/models")[0] == 401
         by_hand.api_key = SECRETS["BATON_ADMIN_KEY"]
+
+
+@pytest.mark.whole
+def test_the_commands_of_the_docs_start_baton_on_two_hosts(new_network: Callable[..., Network], tmp_path: Path) -> None:
+    with OfTwoHosts(tmp_path, None, new_network("host1", "host2", "client")) as cluster:
+        KeyPair.create(cluster.keys)
+        replaced = {"DIR": str(DEMO), "cluster.key": str(cluster.keys)}
+        for words in commands("clusters.md", "Two hosts by hand"):
+            if words[0] == "baton" and words[1] in cluster.host_of:
+                more = [] if words[1] == "router" else ["--threads", "1", "--chunk-tokens", "128"]
+                cluster.start_process(words[1], *(replaced.get(word, word) for word in words[1:]), *more)
+        assert cluster.processes.keys() == cluster.host_of.keys()
+        cluster.api_key = SECRETS["BATON_ADMIN_KEY"]
+        cluster.client_host, cluster.router_host = "client", cluster.network.address("host1")
+        cluster.wait_ready(num_nodes=2)
+        assert cluster.complete("def main(", max_tokens=20, temperature=0)["usage"]["completion_tokens"] > 1
+        assert "pages travel by aes" in cluster.processes["decode"].log
 
 
 @pytest.mark.whole

@@ -186,8 +186,8 @@ class Transport(ABC):
 
     @classmethod  # noqa: B027 - most have nothing to do
     def begin_pulls(cls, memory: Sequence[PageMemory], own_host: str) -> None:
-        """Do what would take too long when the first link is opened, if the pools are in host memory. `own_host` is
-        this host's address in the network of the nodes."""
+        """Do what would take too long when the first link is opened. `own_host` is this host's address in the network
+        of the nodes."""
 
     @classmethod
     @abstractmethod

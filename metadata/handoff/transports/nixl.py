@@ -2,8 +2,9 @@
 by NIXL (UCX: RDMA, TCP, or shared memory).
 
 Each page is one read into a slot of a staging ring, followed by a read of its generation, and is then copied to its
-place (nixl_agents.py). So a late byte meets no page of ours. Pools on GPUs, and nodes with several ranks, use the other
-transports.
+place (nixl_agents.py). So a late byte meets no page of ours. Ranks have an agent each. A peer's pools on a GPU are read
+where they are. The ring lies in the host's memory, and pages go from there to our GPU by the host mirror, as those of
+`zmq` do.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import numpy as np
 
 from ...bus.addresses import parse_address
 from ...errors import TransferError, Unreachable
-from ...wire.data_link import LinkHello, LinkWelcome, NixlWelcome, RankHello
+from ...wire.data_link import LinkHello, LinkWelcome, NixlWelcome
 from ...wire.request import Unit
 from ..memory import PageMemory, bytes_of, memory_size, unpack_page
-from ..nixl_agents import PoolAgent, RingAgent, has_nixl
+from ..nixl_agents import PoolAgent, Region, RingAgent, has_nixl
 from ..pages import OfferedPages
 from .base import Landed, Move, PullEnd, Transport
 
@@ -66,19 +67,18 @@ class NixlTransport(Transport):
         return "" if has_nixl() else "NIXL (pip install nixl-cu13, or nixl-cu12)"
 
     @classmethod
-    def can_reach(cls, hello: LinkHello, host: str) -> bool:
-        return super().can_reach(hello, host) and not isinstance(hello, RankHello)
-
-    @classmethod
     def can_serve(cls, pages: OfferedPages) -> bool:
-        return pages.device is None and pages.counted is None and has_nixl()
+        # a page on a GPU is complete when its checksums have been computed; without them nothing waits for it
+        return (pages.device is None or pages.has_checksums) and has_nixl()
 
     @classmethod
     def begin_serving(cls, pages: OfferedPages) -> None:
         if cls.can_serve(pages):
             try:
                 host = parse_address(pages.data_address).host
-                pages.agent = PoolAgent(f"pools-{uuid4().hex}", pages.memory, host)
+                kind, gpu, *pools = pages.readable
+                regions = [Region(address, size, gpu) for address, size in zip(*pools, strict=True)]
+                pages.agent = PoolAgent(f"pools-{uuid4().hex}", regions, kind, pages.generations, host)
             except TransferError as error:
                 logger.warning("no page will go by NIXL: %s", error)
 
@@ -102,15 +102,17 @@ class NixlTransport(Transport):
             **msgspec.structs.asdict(sized),
             agent=agent.name,
             metadata=agent.metadata,
-            pools=agent.addresses,
+            pools=pages.readable.addresses,
             generations=agent.generations,
+            kind=pages.readable.kind,
+            gpu=pages.readable.gpu,
         )
 
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> NixlTransport:
         """Meet the peer's agent. Raises TransferError."""
         ring = _rings.get(_slot_bytes(end.memory))
-        if not isinstance(welcome, NixlWelcome) or end.peer is None or end.device is not None or ring is None:
+        if not isinstance(welcome, NixlWelcome) or end.peer is None or ring is None:
             raise TransferError(f"{type(welcome).__name__} cannot be used: it is no NixlWelcome, or NIXL did not start")
         return cls(end, ring, welcome, end.peer.clock)
 
@@ -168,7 +170,9 @@ class NixlTransport(Transport):
                 return
             move = self._queue.popleft()
             sources, at = self._places(move)
-            self._reads.append(_Read(move, slot, self._ring.read(self._welcome.agent, slot, sources, at)))
+            welcome = self._welcome
+            handle = self._ring.read(welcome.agent, slot, sources, at, welcome.kind, welcome.gpu)
+            self._reads.append(_Read(move, slot, handle))
 
     def _places(self, move: Move) -> tuple[np.ndarray, np.ndarray]:
         """Return where the page lies at the peer, uint64 [n, 2] of address and bytes, and where each piece begins in

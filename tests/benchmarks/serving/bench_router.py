@@ -36,8 +36,12 @@ from harness import flags, report
 
 from baton.deploy.bench.client import Reply, Target, ask, open_session
 from baton.deploy.bench.sender import run_on_uvloop
+from baton.metadata.wire import messages as m
+from baton.metadata.wire.node_info import Load, NodeStats
+from baton.metadata.wire.request import Ended, Unit, pack_ids
 
 T = TypeVar("T")
+TOKEN_ID = 300
 BEAT_S = 0.2  # between heartbeats of a decode node
 NODE_STREAMS = 256  # of a decode node
 NUM_PAGES = 100_000  # of each node
@@ -65,32 +69,81 @@ def run_router(config: dict[str, Any], ready: Any) -> None:
     uvloop.run(serve())
 
 
+class Rounds:
+    """Decode nodes' rounds, which one thread sends for all of them: threads would wait for each other's turn."""
+
+    def __init__(self, num_streams: int, num_tokens: int, interval_s: float, pipe: Any) -> None:
+        self.num_streams, self.num_tokens, self.interval_s, self.pipe = num_streams, num_tokens, interval_s, pipe
+        self.num_waiting = 0
+        self._batches: list[tuple[Any, list[Unit]]] = []  # a node, and its streams of one message
+        self._lock, self._is_over = threading.Lock(), threading.Event()
+
+    def add(self) -> None:
+        """A stream waits at its node."""
+        with self._lock:
+            self.num_waiting += 1
+
+    def take_part(self, node: Any, units: list[Unit]) -> None:
+        """Wait until all rounds are sent. The thread of the last node sends them."""
+        with self._lock:
+            self._batches += [(node, units[i : i + BATCH]) for i in range(0, len(units), BATCH)]
+            is_last = sum(len(each) for _, each in self._batches) == self.num_streams
+        if is_last:
+            self._send()
+            self._is_over.set()
+        self._is_over.wait()
+
+    def _send(self) -> None:
+        """Send a token of each stream per interval, messages evenly in time. Tells when rounds begin, when the last one
+        does, and then when each message was sent, with the rids of its streams."""
+        times: list[list[float]] = [[] for _ in self._batches]
+        begun = beat_at = time.perf_counter() + 1.0  # the first tokens come from prefill nodes
+        self.pipe.send(None)
+        for place in range(1, self.num_tokens):
+            if place == self.num_tokens - 1:
+                self.pipe.send(None)
+            for number, (node, units) in enumerate(self._batches):
+                due = begun + (place - 1 + number / len(self._batches)) * self.interval_s
+                while (now := time.perf_counter()) < due:
+                    time.sleep(due - now)
+                if now - beat_at > BEAT_S:
+                    beat_at = now
+                    for each in {id(node): node for node, _ in self._batches}.values():
+                        each.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, each.load(), NodeStats()))
+                times[number].append(self._send_tokens(node, units, place))
+        self.pipe.send(
+            [([unit.rid for unit in units], at) for (_, units), at in zip(self._batches, times, strict=True)]
+        )
+
+    def _send_tokens(self, node: Any, units: list[Unit], place: int) -> float:
+        """Send the token of this place of each stream. Return when."""
+        rows = range(len(units)) if place == self.num_tokens - 1 else ()
+        ended = {row: Ended("length", None, 4, self.num_tokens, 0) for row in rows}
+        ids = [pack_ids([each] * len(units)) for each in (place, 1, TOKEN_ID)]
+        message = m.Tokens(tuple(units), *ids, ended=ended)
+        at = time.perf_counter()
+        while not node.link.send(message):
+            time.sleep(0.0005)
+        return at
+
+
 def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float, num_prefill: int, pipe: Any) -> None:
-    """Run prefill nodes and decode nodes in one process. The decode nodes wait for all streams, and then step them.
-    Sends None when they begin, and before the last tokens; and at the end, for the streams of each message, their rids
-    and when it was sent."""
+    """Run prefill nodes and decode nodes in one process. The decode nodes wait for all streams, and then step them
+    (`Rounds`)."""
     from router.fake_nodes import FakeCluster, FakeNode, make_tokenizer
 
-    from baton.metadata.wire import messages as m
-    from baton.metadata.wire.node_info import Load, NodeStats
-    from baton.metadata.wire.request import Ended, Unit, pack_ids
-
-    num_decode = -(-num_streams // NODE_STREAMS)
-    lock, num_waiting, sent = threading.Lock(), [0], list[tuple[list[str], list[float]]]()
-    begin_at, is_ending = [0.0], threading.Event()
+    rounds = Rounds(num_streams, num_tokens, interval_s, pipe)
 
     class Prefill(FakeNode):
         poll_ms = 10  # many nodes share the process
 
         def output(self, request: Any, prompt: Any, choice: int, *_nodes: Any) -> list[int]:
-            return [300] * request.params.max_tokens
+            return [TOKEN_ID] * request.params.max_tokens
 
         def load(self) -> Load:
             return Load(free_pages=NUM_PAGES - len(self.reserved), running=len(self.reserved), waiting=0)
 
     class Decode(Prefill):
-        number = 0  # of the node
-
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.waiting: list[Unit] = []
@@ -104,52 +157,17 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
                     self.running.append((0.0, [self.tokens(unit, message.request, output, 0, len(output))]))
                 else:
                     self.waiting.append(unit)
-                    with lock:
-                        num_waiting[0] += 1
-                        if num_waiting[0] == num_streams:
-                            begin_at[0] = time.perf_counter() + 1.0  # the first tokens come from prefill nodes
-                            pipe.send(None)
-            if begin_at[0] and self.waiting:
-                self.rounds([self.waiting[i : i + BATCH] for i in range(0, len(self.waiting), BATCH)])
+                    rounds.add()
+            if rounds.num_waiting == num_streams and self.waiting:
+                rounds.take_part(self, self.waiting)
                 self.waiting = []
-
-        def rounds(self, batches: list[list[Unit]]) -> None:
-            """Send a token of each stream per interval, batches one after the other, all nodes evenly in time."""
-            times: list[list[float]] = [[] for _ in batches]
-            beat_at, per_interval = begin_at[0], num_decode * NODE_STREAMS // BATCH
-            for place in range(1, num_tokens):
-                with lock:
-                    if place == num_tokens - 1 and not is_ending.is_set():
-                        is_ending.set()
-                        pipe.send(None)
-                for number, units in enumerate(batches):
-                    part = (number * num_decode + self.number) / per_interval
-                    due = begin_at[0] + (place - 1 + part) * interval_s
-                    while time.perf_counter() < due:
-                        time.sleep(max(0.0, due - time.perf_counter()))
-                    rows = range(len(units)) if place == num_tokens - 1 else ()
-                    ended = {row: Ended("length", None, 4, num_tokens, 0) for row in rows}
-                    ids = [pack_ids([each] * len(units)) for each in (place, 1, 300)]
-                    message = m.Tokens(tuple(units), *ids, ended=ended)
-                    times[number].append(time.perf_counter())
-                    while not self.link.send(message):
-                        time.sleep(0.0005)
-                    if times[number][-1] - beat_at > BEAT_S:
-                        beat_at = times[number][-1]
-                        self.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, self.load(), NodeStats()))
-            self.reserved.clear()
-            with lock:
-                sent.extend(([unit.rid for unit in units], at) for units, at in zip(batches, times, strict=True))
-                if sum(len(rids) for rids, _ in sent) == num_streams:
-                    pipe.send(sent)
+                self.reserved.clear()
 
     cluster = FakeCluster(address, lambda prompt, choice: [], tokenizer=make_tokenizer(), num_pages=NUM_PAGES)
     cluster.max_running, cluster.context_len = NODE_STREAMS, 1 << 16
     prefills = [Prefill(cluster, "prefill", f"p{number}", {}) for number in range(num_prefill)]
-    decodes = [Decode(cluster, "decode", f"d{number}", {}) for number in range(num_decode)]
-    for number, node in enumerate(decodes):
-        node.number = number
-    cluster.nodes = [*decodes, *prefills]
+    num_decode = -(-num_streams // NODE_STREAMS)
+    cluster.nodes = [*(Decode(cluster, "decode", f"d{number}", {}) for number in range(num_decode)), *prefills]
     for node in cluster.nodes:
         node.start()
     while not cluster.nodes[0].refusal:

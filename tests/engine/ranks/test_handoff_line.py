@@ -28,6 +28,7 @@ from baton.engine.ranks.handoff_line import HandoffLine, RankHandoff
 from baton.engine.ranks.work_frames import encode
 from baton.metadata.errors import RankLost
 from baton.metadata.handoff.client import HandoffClient
+from baton.metadata.handoff.nixl_agents import has_nixl
 from baton.metadata.handoff.ranks.orders import ExpectPages, OfferDigests
 from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
@@ -36,7 +37,7 @@ from baton.metadata.wire.node_info import HandoffSchema, Peer
 SOURCES, TARGETS = [2, 3, 5, 8], [9, 1, 4, 12]
 # ranks of prefill, ranks of decode, heads of the target, heads of the draft
 SIZES = [(1, 2, 4, 2), (2, 1, 4, 2), (2, 3, 6, 1), (2, 4, 2, 4)]
-TRANSPORTS = ("local", "zmq")
+TRANSPORTS = ("local", "zmq", *(["nixl"] if has_nixl() else []))
 IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ  # otherwise each of SIZES and each rank meets one transport
 
 
@@ -90,7 +91,12 @@ def decode_node(schema: HandoffSchema, size: int, transport: str) -> Iterator[An
 
 @pytest.mark.parametrize(
     ("sizes", "transport"),
-    [(sizes, each) for i, sizes in enumerate(SIZES) for j, each in enumerate(TRANSPORTS) if IS_WHOLE or i % 2 == j],
+    [
+        (sizes, each)
+        for i, sizes in enumerate(SIZES)
+        for j, each in enumerate(TRANSPORTS)
+        if IS_WHOLE or (i - j) % 2 == 0
+    ],
     ids=str,
 )
 def test_pages_go_from_rank_to_rank(sizes: tuple[int, int, int, int], transport: str) -> None:
@@ -113,7 +119,7 @@ def test_pages_go_from_rank_to_rank(sizes: tuple[int, int, int, int], transport:
 
 @pytest.mark.parametrize(
     ("spoilt", "transport"),
-    [(rank, each) for rank in (0, 1) for i, each in enumerate(TRANSPORTS) if IS_WHOLE or i == rank],
+    [(rank, each) for rank in (0, 1) for i, each in enumerate(TRANSPORTS) if IS_WHOLE or i % 2 == rank],
 )
 def test_one_wrong_byte_of_one_rank_is_caught(spoilt: int, transport: str) -> None:
     schema = heads_schema(6, 6)

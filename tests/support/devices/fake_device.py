@@ -19,7 +19,7 @@ import torch
 from baton.kernels.state.pages import page_checksums_ref
 from baton.metadata.errors import TransferError
 from baton.metadata.handoff.memory import PageMemory, whole_part
-from baton.metadata.handoff.pages import Shared
+from baton.metadata.handoff.pages import Readable, Shared
 from baton.metadata.handoff.ranks.shards import PagePart
 
 _numbers = itertools.count()
@@ -103,6 +103,11 @@ class FakeDevice:
         return [page for what, pages in self.calls if what == name for page in pages]
 
     # --- as DevicePool says ---
+
+    @property
+    def readable(self) -> Readable:
+        addresses = tuple(int(pool.ctypes.data) for pool in self.pools)
+        return Readable("DRAM", 0, addresses, tuple(pool.nbytes for pool in self.pools))
 
     def map(
         self,

@@ -18,6 +18,7 @@ from baton.metadata.errors import RankLost
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.nixl_agents import has_nixl
 from baton.metadata.handoff.page_server import PageServer
 from baton.metadata.handoff.ranks.puller import RankPuller
 from baton.metadata.handoff.ranks.shards import ONE_SHARD
@@ -50,6 +51,9 @@ def part_of(schema: HandoffSchema, pages: Sequence[np.ndarray], shard: Shard) ->
         np.concatenate([whole[..., each.start : each.stop] for each in layout.bytes_of(shard)], axis=-1)
         for layout, whole in zip(kv_layouts(schema), pages, strict=True)
     ]
+
+
+SERVED = ("cuda", "local", "zmq", *(["nixl"] if has_nixl() else []))  # by prefill nodes that are processes
 
 
 def rank_end(schema: HandoffSchema, shard: Shard, role: str, *, has_gpu: bool = False, **more: Any) -> Endpoint:
@@ -212,7 +216,7 @@ class ProcessLine:
 def run_page_server(work: Connection, reports: Connection, rank: int, schema: HandoffSchema, size: int) -> None:
     """Run rank 1 or above of a prefill node. The first message is where rank 0 counts generations; the answer is the
     rank's address. The empty frame changes one byte of the rank's page 3."""
-    end = rank_end(schema, Shard(rank, size), "prefill")
+    end = rank_end(schema, Shard(rank, size), "prefill", transports=SERVED)
     member = PageServer(end, "127.0.0.1", work.recv())
     work.send(member.address)
     run_rank(work, RankHandoff(work, reports, member), lambda: spoil(end))
@@ -255,7 +259,8 @@ def run_prefill_node(
     process sends its address and the process ids of its ranks, then its events, until the pipe has a message.
     """
     ranks = ProcessLine(size, run_page_server, schema, size)
-    end = rank_end(schema, Shard(0, size), "prefill") if size > 1 else rank_end(schema, ONE_SHARD, "prefill")
+    shard = Shard(0, size) if size > 1 else ONE_SHARD
+    end = rank_end(schema, shard, "prefill", transports=SERVED)
     for work in ranks.work:
         work.send(end.memory[0].where)
     addresses = [work.recv() for work in ranks.work]

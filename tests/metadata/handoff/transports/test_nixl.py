@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -23,8 +24,10 @@ from handoff_nodes import (
     spin,
     unit,
 )
+from rank_nodes import RankPair, heads_schema
 
-from baton.metadata.handoff.nixl_agents import has_nixl, interface_of
+from baton.metadata.errors import TransferError
+from baton.metadata.handoff.nixl_agents import RingAgent, has_nixl, interface_of
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports import nixl
@@ -74,6 +77,26 @@ def test_pages_arrive_equal_again_and_again(nodes: Any, schema: Any) -> None:
         assert arrive(server, client).times.transport == "nixl"
         assert same_pages(target, range(10, 10 + NUM_PAGES), source, range(1, NUM_PAGES + 1))
     assert nixl.num_quarantined() == 0
+
+
+@pytest.mark.parametrize("has_gpu", [False, True], ids=["host", "GPU"])
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (2, 3), (1, 2), (2, 1)])
+def test_ranks_read_their_heads_of_the_ranks_that_have_them(num_prefill: int, num_decode: int, has_gpu: bool) -> None:
+    """Pools on a GPU are read where they are; the GPU is a fake one here, with memory of the host."""
+    schema = heads_schema(6, 6)
+    names = ("nixl", "zmq")
+    pair = RankPair(schema, num_prefill, num_decode, prefill=names, decode=names, has_gpu=has_gpu)
+    try:
+        for generation in range(2):
+            pair.offer([3, 5, 8], rid=f"r{generation}")
+            pair.claim([9, 1, 4], rid=f"r{generation}")
+            events = spin(pair.nodes, lambda events: bool(named(events, Arrived) or named(events, TransferFailed)))
+            assert named(events, Arrived), events
+            assert num_prefill * num_decode > 1 or named(events, Arrived)[0].times.transport == "nixl"
+            assert pair.has_arrived([9, 1, 4], [3, 5, 8])
+        assert nixl._rings and nixl.num_quarantined() == 0
+    finally:
+        pair.close()
 
 
 def test_a_page_that_is_reused_meanwhile_is_noticed(nodes: Any) -> None:
@@ -157,6 +180,32 @@ def test_a_welcome_that_does_not_fit_leaves_the_next_transport(
     offer(server, client, "r")
     assert arrive(server, client).times.transport == "zmq"
     assert words in caplog.text
+
+
+def test_damaged_metadata_of_an_agent_are_refused(nodes: Any) -> None:
+    server, source, client, target = nodes()
+    agent, ring, rng = server._pages.agent, RingAgent("damaged", 4096, "127.0.0.1"), random.Random(5)
+    num_refused = 0
+    for _ in range(60):
+        data = bytearray(agent.metadata)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            at = rng.randrange(len(data) + 1)
+            match rng.randrange(3):
+                case 0:
+                    del data[at:]
+                case 1:
+                    data[at:at] = rng.randbytes(rng.randrange(1, 20))
+                case _:
+                    data[at : at + 8] = rng.randbytes(8)
+        try:
+            ring.meet(agent.name, bytes(data))
+            ring.leave(agent.name)
+        except TransferError:
+            num_refused += 1
+    assert num_refused > 45
+    offer(server, client, "r")
+    assert arrive(server, client).times.transport == "nixl"
+    assert same_pages(target, range(10, 10 + NUM_PAGES), source, range(1, NUM_PAGES + 1))
 
 
 def test_addresses_outside_the_pools_end_the_link(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
