@@ -28,7 +28,7 @@ sys.path[:0] = [str(Path(__file__).parent), *map(str, (Path(__file__).parents[1]
 
 from drawn_places import PLACES  # noqa: E402
 from evidence import Evidence  # noqa: E402
-from models import ALGORITHMS, flags, known_answers, make_target  # noqa: E402
+from models import ALGORITHMS, flags, known_answers, make_targets  # noqa: E402
 from play import Play, Result  # noqa: E402
 from rig import NODES, SHARINGS, Rig  # noqa: E402
 from scenarios import KINDS, RANKS, Scenario, generate  # noqa: E402
@@ -87,15 +87,15 @@ def _paused(scenarios: Iterable[Scenario], pause_file: Path | None) -> Iterator[
 
 
 def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, out, ranks) -> None:
-    target = make_target(models, has_tails=True)
-    answers = known_answers(target)
     rng = random.Random(seed * 1000 + number)
+    target = make_targets(models)[rng.random() < 0.5]
+    answers = known_answers(target)
     transport = rng.choice(("local", "zmq"))
     directory = work / f"cluster-{number}-{algorithm}"
     place = rng.choice(PLACES)
     node_flags = [*flags(algorithm, target), "--transport", transport]
-    rig = Rig(directory, target, node_flags, seed=seed * 1000 + number, place=place, **ranks)
-    print(f"--- {algorithm}, {transport}, {place} prompts, {directory}", flush=True)
+    rig = Rig(directory, target, node_flags, seed=seed * 1000 + number, place=place, has_tiers=True, **ranks)
+    print(f"--- {algorithm}, {target.parent.name}, {transport}, {place} prompts, {directory}", flush=True)
     scenario: Scenario | None = None
     evidence = Evidence(directory)
     try:

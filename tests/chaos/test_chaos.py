@@ -88,6 +88,19 @@ ROUTERS_SET = (
 )
 
 
+# host memory, files and loans
+TIERS_SET = (
+    Scenario(0, 81, "file flip", "preempted", "decode-0"),
+    Scenario(1, 82, "file full", "preempted", "decode-0"),
+    Scenario(2, 83, "evict", "borrowing", "decode-0"),
+    Scenario(3, 84, "kill", "borrowing", "decode-0"),
+    Scenario(4, 85, "drop", "borrowing", "decode-1"),
+    Scenario(5, 86, "file gone", "moving", "decode-1"),
+    Scenario(6, 87, "restart", "borrowing", "prefill-0"),
+    Scenario(7, 88, "storm", "preempted", "decode-0"),
+)
+
+
 class Case(NamedTuple):
     """A cluster, and what happens in it."""
 
@@ -98,11 +111,13 @@ class Case(NamedTuple):
     sharing: Sharing = "tp"
     has_keys: bool = False
     num_routers: int = 1
+    has_tiers: bool = False
 
 
 CASES = {
     # in the gate, tests/integration/test_lost_messages.py sends messages twice
     "one-rank": Case(SET if is_whole() else tuple(each for each in SET if each.kind != "duplicate"), "mixed", "auto"),
+    "tiers": Case(TIERS_SET, "mixed", "auto", has_tiers=True),
     "sealed": Case(SEALED_SET, "remote", "aes", has_keys=True),
     "nixl": Case(NIXL_SET, "remote", "nixl"),
     "routers": Case(ROUTERS_SET, "mixed", "auto", num_routers=2),
@@ -133,7 +148,7 @@ def test_streams_survive_with_their_tokens(case: Case, target: Path, answers: di
     node_flags = [*flags("eagle", target), "--transport", case.transport]
     node_flags += ["--plain-pages"] if case.transport == "nixl" else []
     ranks: Any = {"num_ranks": case.num_ranks, "sharing": case.sharing, "has_keys": case.has_keys}
-    ranks |= {"num_routers": case.num_routers}
+    ranks |= {"num_routers": case.num_routers, "has_tiers": case.has_tiers}
     rig = Rig(tmp_path / "cluster", target, node_flags, place=case.place, **ranks)
     try:
         rig.begin()
