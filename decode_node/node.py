@@ -470,7 +470,9 @@ class DecodeNode:
         """Compute what a local prompt has not borrowed, unless the loan goes on."""
         assert self._borrower is not None, event
         if self._borrower.take(event) is not None:
-            self._start_local(self.scheduler.reserved[event.unit])
+            sequence = self.scheduler.reserved[event.unit]
+            self.scheduler.pages.retake(sequence)
+            self._start_local(sequence)
 
     def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
         """Run a sequence whose pages have arrived. If there is no memory for it, it ends with an error."""
