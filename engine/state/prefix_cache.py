@@ -99,7 +99,7 @@ class PrefixCache:
         )  # likewise, before the end of a text, never used
         self._num_pages = self._num_tails = 0
         self._watchers: tuple[Callable[[CachedNode], object], ...] = ()
-        self.num_changes = 0  # how often a page or tail page was stored or removed
+        self.num_changes = 0  # how often watchers were told of a change
 
     @property
     def page_size(self) -> int:
@@ -110,8 +110,8 @@ class PrefixCache:
         return list(self._root.children.values())
 
     def watch(self, note: Callable[[CachedNode], object]) -> None:
-        """Call `note(node)` whenever a page or tail page of a node is stored or removed. It is called in the middle of
-        a step, so it only notes the node."""
+        """Call `note(node)` whenever a page or tail page of a node is stored or removed, or comes to another tier. It
+        is called in the middle of a step, so it only notes the node."""
         self._watchers += (note,)
 
     def unwatch(self, note: Callable[[CachedNode], object]) -> None:
@@ -464,13 +464,12 @@ class PrefixCache:
         return before.children[key]
 
     def note_file(self, node: CachedNode) -> None:
-        """A node, or its tail page, lies in a file that was found."""
+        """A node, or its tail page, lies in a file that was found or written."""
         self._changed(node)
 
     def lose(self, node: CachedNode) -> None:
         """A file of the node is gone: if nothing is left of its page, the node leaves the tree."""
-        if not node.is_cached:
-            self._remove(node)
+        self._left(node)
 
     def take_read(self, node: CachedNode | None, kind: Kind, slot: int) -> None:
         """Give a node the slot that its file was read into. None: free the slot."""
@@ -526,8 +525,7 @@ class PrefixCache:
             del self._idle[node]
             self.pool.release((node.page,), Owner.CACHE)
             node.page = None
-            if not node.is_cached:
-                self._remove(node)
+            self._left(node)
         self._num_pages -= len(nodes)
 
     def _evict_tails(self, nodes: Sequence[CachedNode]) -> None:
@@ -551,7 +549,13 @@ class PrefixCache:
         """Take the slot of a node. If its page lies nowhere else, it leaves the tree."""
         assert self.tier is not None
         self.tier.kept.free(node)
-        if not node.is_cached:
+        self._left(node)
+
+    def _left(self, node: CachedNode) -> None:
+        """The page of a node has left one of its places. If it lies nowhere, the node leaves the tree."""
+        if node.is_cached:
+            self._changed(node)
+        else:
             self._remove(node)
 
     def _drop_tail_slot(self, node: CachedNode) -> None:
@@ -637,13 +641,11 @@ class PrefixCache:
     def _adopt(self, page: int, node: CachedNode) -> None:
         """Give a node a page of a request."""
         self.pool.transfer((page,), Owner.CACHE)
-        is_new = not node.is_cached
         node.page = page
         self._num_pages += 1
         if node.slot is not None and self.tier is not None:
             self.tier.kept.enter_pool(node)
-        if is_new:
-            self._changed(node)
+        self._changed(node)
 
     def _adopt_tail(self, tail: int, node: CachedNode, order: OrderedDict[CachedNode, None]) -> None:
         """Give a node a tail page of a request, which nobody uses."""
