@@ -32,6 +32,7 @@ import logging
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -654,6 +655,9 @@ class DecodeNode:
         """Append the tokens of a round, and end the sequence if one of them ends it or the logits were NaN."""
         self._counts.generated_tokens += sequence.accept(accepted, self.executor.context_len)
         if sequence.ended is not None:
+            if self.scheduler.pages.lack_drafts(sequence):
+                with suppress(OutOfMemory):  # then fewer of its pages enter the cache
+                    self.rounds.catch_up([sequence])
             logger.info("ended: %s", sequence.ended.reason, extra={"rid": sequence.unit.rid})
             self.scheduler.finish(sequence)
         elif len(accepted.token_ids) <= accepted.num_accepted:
