@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ...metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
@@ -47,6 +48,9 @@ from ...metadata.wire.messages import (
     CapacityFreed,
     Compute,
     Failed,
+    HandedOn,
+    HandOn,
+    Keep,
     Prefill,
     PrefillDone,
     Reserve,
@@ -55,7 +59,7 @@ from ...metadata.wire.messages import (
     ToNode,
     ToRouter,
 )
-from ...metadata.wire.node_info import Service
+from ...metadata.wire.node_info import Lender, Service
 from ..config import RouterConfig
 from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from ..figures.metrics import Metrics
@@ -90,6 +94,7 @@ class Dispatcher:
         self._metrics = metrics
         self._effects: Effects = []
         self._requests: dict[str, Request] = {}
+        self._handed_on: Counter[bytes] = Counter()  # pages of nodes that have left, by the routing id of their heir
         self._comings: list[tuple[Node, str | None]] = []  # nodes that joined, or were lost and why
         self._to_pump: set[NodeGroup] = set()  # where requests that wait may have room since this event
         self.registry = Registry(
@@ -322,12 +327,31 @@ class Dispatcher:
                 self._effects.append(Ledger(node, message))
             case TokenizerFile():
                 self._tokenizer(node, message, now)
+            case HandOn():
+                self._hand_on(node, message)
             case Leaving():
                 if message.done:
                     self._drains.left(node)
                 self.registry.leaving(node, message, now)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a node that has joined", node=node.node_id)
+
+    def _hand_on(self, node: Node, message: HandOn) -> None:
+        """A decode node leaves, and names a text that it has cached. Tell the decode node with most room of it."""
+        heirs = [
+            each
+            for each in node.group.live("decode")
+            if each is not node and each.hello.borrows and each.knows(Keep) and each.shares_protocol(node)
+        ]
+        self._effects.append(Send(node, HandedOn(router_epoch=self.epoch, has_heir=bool(heirs))))
+        if heirs:
+            heir = max(heirs, key=lambda each: each.load.free_pages - self._handed_on[each.routing_id])
+            self._handed_on[heir.routing_id] += message.num_pages
+            lender = Lender(node.peer_of(heir), message.num_pages)
+            kept = Keep(
+                router_epoch=self.epoch, lender=lender, token_ids=message.token_ids, cache_salt=message.cache_salt
+            )
+            self._effects.append(Send(heir, kept))
 
     def _ask_pages(self, node: Node, now: float) -> None:
         """Ask a node to tell its cached pages anew if some of its news is missing."""
@@ -676,6 +700,7 @@ class Dispatcher:
     def _lose(self, node: Node, reason: str, now: float) -> None:
         """A node is gone: what it held goes on elsewhere."""
         self._placement.forget_cache(node)
+        self._handed_on.pop(node.routing_id, None)
         self.health.forget(node)
         self._end_all(self._rescheduling.lost(node, reason, now), now)
         self.cancels.forget(node)

@@ -391,7 +391,7 @@ class Auditor:
             for unit in {*report["requests"], *report["tickets"]} if report else ():
                 choice, _, attempt = unit.rpartition(".")
                 rid = choice.rpartition("/")[0]
-                if not rid.startswith("canary-"):
+                if not rid.startswith(("canary-", "kept-")):  # of no client; a kept text is one that a node has left
                     entries.append((name, unit, choice, int(attempt)))
                     newest[rid, choice] = max(newest[rid, choice], int(attempt))
         orphans = {

@@ -60,6 +60,7 @@ COMING |= dict.fromkeys(
     ("decoding", "preempted", "draining"),
     ("resend", "cancel", "reserve", "compute", "prefill", "link_welcome", "offer", "pages", "revoke", "router_beat"),
 )
+COMING["draining"] += ("keep", "handed_on")
 GOING = {
     "queued": ("reserved", "room"),
     "prefilling": ("prefill_done", "claim"),
@@ -69,7 +70,7 @@ GOING = {
     "decoding": ("tokens", "admitted"),
     "preempted": ("tokens", "admitted", "reserved"),
     "moving": ("cancelled", "failed", "reserved", "drop"),
-    "draining": ("leaving", "tokens", "prefill_done"),
+    "draining": ("leaving", "tokens", "prefill_done", "hand_on"),
     "idle": ("beat", "hello", "tokenizer"),
 }
 TAGS = {"in": COMING, "out": GOING}

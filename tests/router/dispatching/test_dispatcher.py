@@ -251,6 +251,26 @@ def test_a_drained_node_that_comes_back_gets_nothing_at_any_moment() -> None:
     assert world.node("p0").is_cordoned and not world.got("p0", m.Prefill) and not client.num_ends
 
 
+def test_the_texts_of_a_leaving_node_go_to_the_decode_node_with_most_room() -> None:
+    world = World("p0", "d0", "d1", "d2")
+    for name, free_pages in (("d0", 90), ("d1", 60), ("d2", 70)):
+        world.node(name).hello = msgspec.structs.replace(world.node(name).hello, borrows=True)
+        world.beat(name, free_pages)
+    world.say("d0", m.Leaving(done=False))
+    for text in range(4):
+        world.say("d0", m.HandOn(token_ids=pack_ids([text] * 9), cache_salt="tenant", num_pages=8))
+    assert [each.has_heir for each in world.got("d0", m.HandedOn)] == [True] * 4
+    kept = {name: world.got(name, m.Keep) for name in ("d0", "d1", "d2")}
+    assert [len(each) for each in kept.values()] == [0, 1, 3]
+    assert {(each.lender.peer.node_id, each.lender.num_pages, each.cache_salt) for each in kept["d2"]} == {
+        ("d0", 8, "tenant")
+    }
+    world.lose("d1")
+    world.lose("d2")
+    world.say("d0", m.HandOn(token_ids=pack_ids([1] * 9), cache_salt="", num_pages=8))
+    assert not world.got("d0", m.HandedOn)[-1].has_heir
+
+
 def test_one_token_needs_no_decode_node() -> None:
     world = World("p0")
     client = world.submit(max_tokens=1)
