@@ -4,7 +4,7 @@
 
 The operator gives the bound in seconds, or it is DEFAULT_GAP rounds at the present batch. A chunk is as long as the
 bound allows. The times are those of the forwards that will run: a chunk shares the round's forward, or it has one of
-its own (engine/pace/joint_sizes.py). Without streams a chunk has its full length.
+its own (engine/pace/mixed_sizes.py). Without streams a chunk has its full length.
 
 Prompts must advance even if the bound leaves no room for LEAST_TOKENS beside a round:
 
@@ -38,7 +38,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..engine.pace.joint_sizes import EVERY_SIZE, JointSizes
+from ..engine.pace.mixed_sizes import EVERY_SIZE, MixedSizes
 from ..engine.pace.step_times import ChunkCosts
 from ..engine.work import BatchRow
 from .round_clock import RoundSeconds
@@ -80,7 +80,7 @@ class ChunkRoom(NamedTuple):
 
     num_tokens: int
     num_prompts: int | None = None  # None: any number
-    is_joint: bool = False  # it is to share the round's forward, so no token of it may be scored
+    is_mixed: bool = False  # it is to share the round's forward, so no token of it may be scored
 
 
 class Alone(NamedTuple):
@@ -120,14 +120,14 @@ class ChunkPace(NamedTuple):
     num_tokens: int
     every: int
     is_within: bool  # the chunk keeps the bound
-    is_joint: bool  # the chunk shares the round's forward
+    is_mixed: bool  # the chunk shares the round's forward
 
 
 class _Chunk(NamedTuple):
     """A chunk beside a round, and the seconds by which it makes the round longer."""
 
     num_tokens: int
-    is_joint: bool
+    is_mixed: bool
     seconds: float
 
 
@@ -151,13 +151,13 @@ class ChunkBudget:
         rounds: RoundSeconds,
         chunk_tokens: int,
         max_gap_s: float | None,
-        joint: JointSizes = EVERY_SIZE,
+        mixed: MixedSizes = EVERY_SIZE,
     ) -> None:
         """`chunk_tokens`: the most tokens of a chunk. `max_gap_s`: the operator's bound, None if there is none.
-        `joint`: the rounds and chunks that share a forward."""
-        self._costs, self._rounds, self._joint = costs, rounds, joint
-        self._prepared = functools.cache(joint.lengths)  # asked several times in each step
-        self._holds = functools.lru_cache(maxsize=1 << 12)(joint.holds)  # likewise
+        `mixed`: the rounds and chunks that share a forward."""
+        self._costs, self._rounds, self._mixed = costs, rounds, mixed
+        self._prepared = functools.cache(mixed.lengths)  # asked several times in each step
+        self._holds = functools.lru_cache(maxsize=1 << 12)(mixed.holds)  # likewise
         self._chunk_tokens = chunk_tokens
         self._max_gap_s = max_gap_s
         self._margin = 0.0  # of the bound
@@ -171,7 +171,7 @@ class ChunkBudget:
         pace = self.pace(num_streams, num_steps, queue)
         if self._num_plain + 1 < pace.every:
             return ChunkRoom(0)
-        return ChunkRoom(pace.num_tokens, self._joint.max_prompts if pace.is_joint else None, pace.is_joint)
+        return ChunkRoom(pace.num_tokens, self._mixed.max_prompts if pace.is_mixed else None, pace.is_mixed)
 
     def pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
         """Return how prompts advance beside `num_streams` streams."""
@@ -179,7 +179,7 @@ class ChunkBudget:
         if chunk is None:
             return self._bounded_pace(num_streams, num_steps, queue)
         round_s = self._rounds.expected(num_streams, num_steps)
-        return ChunkPace(chunk.num_tokens, 1, round_s + chunk.seconds <= self._bound_s(round_s), chunk.is_joint)
+        return ChunkPace(chunk.num_tokens, 1, round_s + chunk.seconds <= self._bound_s(round_s), chunk.is_mixed)
 
     def _bounded_pace(self, num_streams: int, num_steps: int, queue: Queue) -> ChunkPace:
         """Return the pace by the bound, or that of chunks of full length if the operator gave none and it would take
@@ -190,36 +190,36 @@ class ChunkBudget:
         chunk = self._longest(num_streams, num_steps, queue, lengths, within_s)
         least = lengths[0] if lengths else min(LEAST_TOKENS, self._chunk_tokens)
         if chunk.num_tokens >= least:
-            pace = ChunkPace(chunk.num_tokens, 1, True, chunk.is_joint)
+            pace = ChunkPace(chunk.num_tokens, 1, True, chunk.is_mixed)
         elif self._max_gap_s is not None:
-            return ChunkPace(full.num_tokens, RARE, False, full.is_joint)
+            return ChunkPace(full.num_tokens, RARE, False, full.is_mixed)
         else:
             least_s = self._chunk(num_streams, num_steps, least, queue).seconds
             chunk = self._longest(num_streams, num_steps, queue, lengths, 2 * least_s)
             spare_s = (DEFAULT_GAP - 1) * round_s  # per round
             pace = ChunkPace(
-                max(1, chunk.num_tokens), max(1, math.ceil(chunk.seconds / spare_s)), False, chunk.is_joint
+                max(1, chunk.num_tokens), max(1, math.ceil(chunk.seconds / spare_s)), False, chunk.is_mixed
             )
         if self._max_gap_s is None:
             token_s = (pace.every * round_s + chunk.seconds) / pace.num_tokens
             if queue.num_tokens * token_s > QUEUE_S:
-                return ChunkPace(full.num_tokens, 1, False, full.is_joint)
+                return ChunkPace(full.num_tokens, 1, False, full.is_mixed)
         return pace
 
     def rate(self, num_streams: int, num_steps: int) -> PromptRate:
         """Return how long prompts take beside `num_streams` streams within the bound. A long queue advances by chunks
         of full length until the rest takes QUEUE_S. A short one may take less, since `pace` prefers a longer chunk if
         it delays the streams less."""
-        full_s = self._costs.seconds(self._chunk_tokens, 0, is_joint=False)
+        full_s = self._costs.seconds(self._chunk_tokens, 0, is_mixed=False)
         if num_streams == 0:
             least = min(LEAST_TOKENS, self._chunk_tokens)
-            is_joint = self._joint.holds(1, 0, least)  # with the first round
+            is_mixed = self._mixed.holds(1, 0, least)  # with the first round
             token_s = full_s / self._chunk_tokens
-            fixed_s = max(0.0, self._costs.seconds(least, 0, is_joint=is_joint) - least * token_s)
+            fixed_s = max(0.0, self._costs.seconds(least, 0, is_mixed=is_mixed) - least * token_s)
             return PromptRate(token_s, fixed_s, self._rounds.expected(1, num_steps), True)
         round_s = self._rounds.expected(num_streams, num_steps)
         pace = self._bounded_pace(num_streams, num_steps, Queue(0))
-        chunk_s = self._costs.seconds(pace.num_tokens, 0, is_joint=pace.is_joint)
+        chunk_s = self._costs.seconds(pace.num_tokens, 0, is_mixed=pace.is_mixed)
         token_s = (pace.every * round_s + chunk_s) / pace.num_tokens
         num_paced, rest_token_s = 0, 0.0
         if self._max_gap_s is None:
@@ -227,7 +227,7 @@ class ChunkBudget:
             num_paced, rest_token_s = int(QUEUE_S / token_s), (round_s + full.seconds) / full.num_tokens
         # a prompt comes in the middle of a round, and its last chunk is on average half as long as the others
         fixed_s = round_s / 2 + token_s * pace.num_tokens / 2
-        if pace.is_joint:  # the last chunk shares the forward of the first round
+        if pace.is_mixed:  # the last chunk shares the forward of the first round
             fixed_s = max(0.0, fixed_s - round_s)
         has_room = pace.is_within or self._max_gap_s is None
         return PromptRate(token_s, fixed_s, round_s, has_room, num_paced, rest_token_s)
@@ -243,31 +243,31 @@ class ChunkBudget:
     def end_beside(self, num_streams: int, num_steps: int, chunk: PromptTokens, seconds: float) -> None:
         """A chunk that is not scored and the round beside it are over, after so many seconds together."""
         num_tokens, depth, num_prompts = chunk
-        is_joint = self._holds(num_streams, num_steps, num_tokens, num_prompts)
+        is_mixed = self._holds(num_streams, num_steps, num_tokens, num_prompts)
         round_s = self._rounds.expected(num_streams, num_steps)
         bound_s = self._bound_s(round_s)
-        if round_s + self._costs.seconds(num_tokens, depth, is_joint=is_joint) <= bound_s:  # it was expected to keep it
+        if round_s + self._costs.seconds(num_tokens, depth, is_mixed=is_mixed) <= bound_s:  # it was expected to keep it
             change = STEP if seconds > bound_s else -STEP / RARE
             self._margin = min(_MOST_MARGIN, max(0.0, self._margin + change))
-        self._costs.observe(num_tokens, depth, seconds - round_s, is_joint=is_joint)
+        self._costs.observe(num_tokens, depth, seconds - round_s, is_mixed=is_mixed)
 
     def end_alone(self, num_streams: int, num_steps: int, chunks: Alone, seconds: float) -> None:
         """Chunks and one round after them are over, after so many seconds together."""
         seconds -= self._rounds.expected(num_streams, num_steps)
         num_tokens, depth, _ = chunks.mean
-        self._costs.observe(num_tokens, depth, seconds / chunks.num_chunks, is_joint=False)
+        self._costs.observe(num_tokens, depth, seconds / chunks.num_chunks, is_mixed=False)
 
     def _num_ahead(self, num_steps: int, queue: Queue) -> int:
         """Return the tokens of a chunk, of which MAX_AHEAD may lie before the first round of a stream."""
         if self._max_gap_s is None:
             return self._chunk_tokens
         within_s = (self._max_gap_s * (1 - self._margin) - self._rounds.expected(1, num_steps)) / MAX_AHEAD
-        num_tokens = self._costs.most_tokens(within_s, queue.depth, self._chunk_tokens, is_joint=False)
+        num_tokens = self._costs.most_tokens(within_s, queue.depth, self._chunk_tokens, is_mixed=False)
         return num_tokens if num_tokens >= LEAST_TOKENS else self._chunk_tokens
 
     def _chunk(self, num_streams: int, num_steps: int, num_tokens: int, queue: Queue) -> _Chunk:
-        is_joint = not queue.is_scored and self._holds(num_streams, num_steps, num_tokens)
-        return _Chunk(num_tokens, is_joint, self._costs.seconds(num_tokens, queue.depth, is_joint=is_joint))
+        is_mixed = not queue.is_scored and self._holds(num_streams, num_steps, num_tokens)
+        return _Chunk(num_tokens, is_mixed, self._costs.seconds(num_tokens, queue.depth, is_mixed=is_mixed))
 
     def _longest(
         self, num_streams: int, num_steps: int, queue: Queue, lengths: Sequence[int], within_s: float
@@ -276,14 +276,14 @@ class ChunkBudget:
         with the round are prepared. A longer chunk, which reads the weights once more, must bring more tokens per
         second."""
         chunks = [self._chunk(num_streams, num_steps, each, queue) for each in lengths]
-        joint = max((each for each in chunks if each.seconds <= within_s), default=_Chunk(0, True, 0.0))
-        is_joint = not queue.is_scored and self._holds(num_streams, num_steps, self._chunk_tokens)
-        num_tokens = self._costs.most_tokens(within_s, queue.depth, self._chunk_tokens, is_joint=is_joint)
+        mixed = max((each for each in chunks if each.seconds <= within_s), default=_Chunk(0, True, 0.0))
+        is_mixed = not queue.is_scored and self._holds(num_streams, num_steps, self._chunk_tokens)
+        num_tokens = self._costs.most_tokens(within_s, queue.depth, self._chunk_tokens, is_mixed=is_mixed)
         if lengths and num_tokens <= lengths[-1]:  # so short a chunk would be padded
-            return joint
-        own = self._chunk(num_streams, num_steps, num_tokens, queue) if num_tokens else _Chunk(0, is_joint, 0.0)
+            return mixed
+        own = self._chunk(num_streams, num_steps, num_tokens, queue) if num_tokens else _Chunk(0, is_mixed, 0.0)
         round_s = self._rounds.expected(num_streams, num_steps)
-        return max(joint, own, key=lambda each: each.num_tokens / (round_s + each.seconds))
+        return max(mixed, own, key=lambda each: each.num_tokens / (round_s + each.seconds))
 
     def _lengths(self, num_streams: int, num_steps: int, queue: Queue) -> list[int]:
         """Return the lengths of chunks, rising, that are prepared to share the round's forward."""
@@ -296,7 +296,7 @@ class ChunkBudget:
         prompt does not slow down at its end."""
         round_s, num_tokens = self._rounds.expected(num_streams, num_steps), queue.num_tokens + queue.num_done
         lengths = self._lengths(num_streams, num_steps, queue)
-        chunks = [_Chunk(each, True, self._costs.seconds(each, queue.depth, is_joint=True)) for each in lengths]
+        chunks = [_Chunk(each, True, self._costs.seconds(each, queue.depth, is_mixed=True)) for each in lengths]
         chunks = [each for each in chunks if num_tokens * (round_s + each.seconds) <= QUEUE_S * each.num_tokens]
         return min(
             chunks,

@@ -184,10 +184,8 @@ class DecodeNode:
             choose=None if chooser is None else self.pacing.choose,
             rests=None if chooser is None else chooser.rests,
             budget=self._budget.room,
-            joint=executor.joint_sizes,
-            window=executor.window,
-            tail_window=executor.tail_window,
-            held_window=executor.held_window,
+            mixed=executor.mixed_sizes,
+            windows=executor.windows,
             on_finish=self._release,
             streams_elsewhere=self._streams_elsewhere,
         )

@@ -71,7 +71,7 @@ class Pacing:
         self.chooser = _measured_chooser(executor) if is_adaptive and executor.shape.num_steps else None
         costs = measure_costs(executor, min(chunk, executor.context_len - 1), page_size)
         round_s = RoundSeconds(measure_round(executor, 1, 0))
-        self.budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.joint_sizes)
+        self.budget = ChunkBudget(costs, round_s, chunk, max_gap_s, executor.mixed_sizes)
         self.alone = ChunksAlone()
         self.clock = RoundClock(overlaps)
         self._num_idle = 0  # steps of other ranks that were counted as rounds

@@ -25,8 +25,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..engine.pace.draft_length import NO_DRAFTS, DraftShape
-from ..engine.pace.joint_sizes import NO_SIZE, JointSizes
+from ..engine.pace.mixed_sizes import NO_SIZE, MixedSizes
 from ..engine.state.prefix_cache import PrefixCache
+from ..engine.state.tail_pages import Windows
 from ..engine.work import MAX_MISSED, BatchRow
 from ..metadata.errors import OutOfPages
 from ..metadata.wire.request import Unit
@@ -88,10 +89,8 @@ class DecodeScheduler:
         choose: Choose | None = None,
         rests: Callable[[], bool] | None = None,
         budget: Budget | None = None,
-        joint: JointSizes = NO_SIZE,
-        window: int | None = None,
-        tail_window: int = 0,
-        held_window: int = 0,
+        mixed: MixedSizes = NO_SIZE,
+        windows: Windows = Windows(),  # noqa: B008 - immutable
         on_finish: Callable[[Sequence], None] | None = None,
         streams_elsewhere: Callable[[], Streams] = Streams,
     ) -> None:
@@ -103,25 +102,21 @@ class DecodeScheduler:
         `budget` gets the number of sequences that decode, the draft steps of their round, and the tokens that need KV.
         It returns how much of these the step computes. None, or nothing decodes and no pages are on the way:
         `chunk_tokens`.
-        `joint`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
+        `mixed`: the rounds and chunks that share a forward. A sequence whose last chunk is in such a forward takes part
         in the round, too.
-        `window`: positions that the layers see, if none sees all; pages before them are given back.
-        `tail_window`: positions that the layers with tail pages see; 0: there are no such layers. `held_window`: those
-        whose tail pages a sequence holds.
+        `windows`: positions that the layers read back; pages before those that any layer sees are given back.
         `on_finish` is called for every finished sequence. `streams_elsewhere` returns the sequences of other ranks
         that a chunk delays, too."""
         self.cache = cache
         self.shape = shape
         self.context_len = context_len
         self._choose, self._rests, self._budget = choose, rests, budget
-        self.joint = joint
+        self.mixed = mixed
         self._on_finish = on_finish
         self._streams_elsewhere = streams_elsewhere
         self.page_size = cache.pool.page_size
         first_rounds_len = 1 + shape.num_steps + shape.num_slots  # the second begins where a fully accepted one ends
-        self.pages = SequencePages(
-            cache, first_rounds_len, context_len, num_prompt_states, window, tail_window, held_window, chunk_tokens
-        )
+        self.pages = SequencePages(cache, first_rounds_len, context_len, num_prompt_states, windows, chunk_tokens)
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.reserved: dict[Unit, Sequence] = {}
@@ -223,7 +218,7 @@ class DecodeScheduler:
             if num_to_compute == 1:
                 self._plan_round(sequence, num_usable, plan)
             elif budget > 0:
-                is_over = len(plan.rows) == room.num_prompts or (room.is_joint and _is_scored(sequence))
+                is_over = len(plan.rows) == room.num_prompts or (room.is_mixed and _is_scored(sequence))
                 budget = 0 if is_over else budget - self._plan_chunk(sequence, budget, plan)
         if left:
             still = [(each, limit) for each, limit in zip(plan.decoding, plan.limits, strict=True) if each not in left]
@@ -374,7 +369,7 @@ class DecodeScheduler:
         num_seqs, num_tokens = len(plan.decoding) + len(ready), sum(len(row.input_ids) for row in plan.rows)
         if not ready or plan.is_scored or plan.is_premature:
             return
-        if self.joint.holds(num_seqs, plan.shape.num_steps, num_tokens, len(plan.rows)):
+        if self.mixed.holds(num_seqs, plan.shape.num_steps, num_tokens, len(plan.rows)):
             plan.decoding += ready
             plan.limits += [0] * len(ready)
 

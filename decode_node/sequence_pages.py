@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from ..engine.state.pages import Owner
 from ..engine.state.prefix_cache import Lease, PrefixCache
-from ..engine.state.tail_pages import TailPages, most_tails
+from ..engine.state.tail_pages import TailPages, Windows, most_tails
 from ..engine.work import MAX_MISSED
 from ..metadata.errors import OutOfPages
 from ..metadata.handoff.schema.schema import decode_len, pages_of, tails_before
@@ -26,9 +26,7 @@ class SequencePages:
         first_rounds_len: int,
         context_len: int,
         num_prompt_states: int = 0,
-        window: int | None = None,
-        tail_window: int = 0,
-        held_window: int = 0,
+        windows: Windows = Windows(),  # noqa: B008 - immutable
         chunk_tokens: int = 0,
     ) -> None:
         """`first_rounds_len`: tokens that the first two rounds of a sequence may write. The other arguments are those
@@ -37,9 +35,8 @@ class SequencePages:
         self._page_size = cache.pool.page_size
         self._first_rounds_len, self._context_len = first_rounds_len, context_len
         self._num_prompt_states = num_prompt_states
-        self._window = window
-        self._num_tails = tails_before(tail_window, self._page_size)  # that a hit needs if work continues behind it
-        self._tail_window, self._held_window = tail_window, held_window
+        self._windows = windows
+        self._num_tails = tails_before(windows.tail, self._page_size)  # that a hit needs if work continues behind it
         self._chunk_len = chunk_tokens + 1 + first_rounds_len
         self.num_releases = 0  # how often a sequence gave pages back
 
@@ -133,16 +130,16 @@ class SequencePages:
         """Return the table of tail pages of a sequence, without pages of its own yet. If its KV is pulled, the pages
         before those that the first round reads do not come. None: the model has no such pages."""
         base = self._cache.pool.num_pages
-        if not self._tail_window:
+        if not self._windows.tail:
             return None
         if is_pulled:
-            return TailPages.from_page(base, max(0, num_tokens - self._tail_window + 1) // self._page_size)
+            return TailPages.from_page(base, max(0, num_tokens - self._windows.tail + 1) // self._page_size)
         return TailPages.behind(base, len(lease.pages), lease.tail_pages)
 
     def _most_tails(self, *, is_decoding: bool) -> int:
         """Return how many tail pages a sequence may hold: those of two rounds, or of a chunk and the rounds after."""
         num_new = self._first_rounds_len if is_decoding else self._chunk_len
-        return most_tails(self._held_window, num_new, self._page_size)
+        return most_tails(self._windows.held, num_new, self._page_size)
 
     def exchange(self, sequence: Sequence) -> int:
         """Exchange pages of a local prompt of which nothing is computed yet for those that were computed since, by
@@ -223,10 +220,10 @@ class SequencePages:
             taken = self._give_tails(sequence, first, surplus)
             self.num_releases += bool(surplus)
             self._cache.pool.release(page for page in surplus if page not in taken)
-        if self._window is None:
+        if self._windows.widest is None:
             return
         assert sequence.lease is not None, sequence.unit
-        seen = sequence.num_computed - MAX_MISSED - self._window + 1  # the drafter may catch up on missed rows
+        seen = sequence.num_computed - MAX_MISSED - self._windows.widest + 1  # the drafter may catch up on missed rows
         first = max(0, seen) // self._page_size
         if first <= max(sequence.first_kept, len(sequence.lease.pages) - 1):
             return

@@ -48,7 +48,7 @@ several hosts (start them in any order; copy one key file to all, or make one ke
   baton keys cluster.key
   router$   baton router  --node-address tcp://0.0.0.0:5700 --host 0.0.0.0 --keys cluster.key
   host1$    baton prefill --router tcp://ROUTER:5700 --bind-host HOST1 --model DIR --keys cluster.key
-  host2$    baton decode  --router tcp://ROUTER:5700 --model DIR --keys cluster.key
+  host2$    baton decode  --router tcp://ROUTER:5700 --bind-host HOST2 --model DIR --keys cluster.key
 
 what each process does:
   router    serves HTTP, turns text into tokens and back, chooses the nodes of a request; needs no model, no torch
@@ -70,7 +70,7 @@ if something is wrong:
 """
 
 _CONFIGS = {  # command (also the name of its TOML table): module and name of its configuration class
-    "up": ("deploy.plan", "UpConfig"),
+    "up": ("deploy.up", "UpConfig"),
     "router": ("router.config", "RouterConfig"),
     "prefill": ("prefill_node.config", "PrefillConfig"),
     "decode": ("decode_node.config", "DecodeConfig"),
@@ -198,7 +198,7 @@ def _settings(command: str) -> dict[str, Setting]:
     if command != "up":
         return by_name(_config(command))
     configs = (_config(name) for name in ("up", *_PROCESSES))
-    return by_name(*configs, skip=_module("deploy.plan").DECIDED)
+    return by_name(*configs, skip=_module("deploy.up").DECIDED)
 
 
 def _add_command_flags(name: str, parser: argparse.ArgumentParser) -> None:
@@ -229,7 +229,7 @@ def _dispatch(name: str, args: argparse.Namespace) -> int:
         return _make_keys(Path(args.file), args.name, args.allow_list)
     tables = read_tables(args.config, {table: _settings(table) for table in _CONFIGS}) if args.config else {}
     if name == "up":
-        plan = _module("deploy.plan").make_plan(args, tables, os.environ)
+        plan = _module("deploy.up").make_plan(args, tables, os.environ)
         return _print(plan.tables()) if args.print_config else _module("deploy.launcher").run(plan)
     config = resolve(_config(name), args, tables.get(name, {}), os.environ)
     if args.print_config:

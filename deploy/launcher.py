@@ -22,10 +22,10 @@ from ..router.http.page.types import Snapshot
 from .child import Child
 from .client import Client
 from .monitor import LOOK_EVERY_S, Monitor, look
-from .plan import LOOPBACK, Plan, check_port, commands, free_port
 from .restarts import GiveUp, Restart, Restarts
 from .run_dir import make_run_dir
 from .terminal import Signals, StartProgress, Status, make_key_file, ready_text, say
+from .up import LOOPBACK, Plan, check_port, commands, free_port
 
 _TICK_S = 0.1
 _READY_POLL_S = 0.25

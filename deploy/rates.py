@@ -58,7 +58,6 @@ class Rates:
     moves: int
     requests_per_s: float  # requests that are done
     tokens_per_s: float
-    transfer_bytes_per_s: float
     cached_share: float | None  # of prompt tokens
     tokens_per_round: float | None
     acceptance: float | None  # share of drafted tokens
@@ -93,7 +92,6 @@ def rates(old: Snapshot | None, new: Snapshot) -> Rates:
         moves=after.moves - before.moves,
         requests_per_s=requests.done / seconds,
         tokens_per_s=output_tokens / seconds,
-        transfer_bytes_per_s=(after.transfer_bytes - before.transfer_bytes) / seconds,
         cached_share=(after.cached_tokens - before.cached_tokens) / prompt_tokens if prompt_tokens else None,
         tokens_per_round=tokens_per_round,
         acceptance=acceptance,

@@ -208,8 +208,8 @@ def shapes(num_gpus: int) -> list[ClusterShape]:
 
 
 def best(candidates: Sequence[Candidate], ttft: float = 1.0, tpot: float = 1.0) -> Candidate:
-    """Return the one with most good requests, if times are multiplied by these factors; of those within 0.1 % of all
-    requests, the least strained."""
+    """Return the candidate with the most good requests, if measured times to the first token are multiplied by `ttft`,
+    and those per token by `tpot`. If several differ by at most 0.1 % of all requests, return the least strained one."""
     shares = [each.good_share(ttft, tpot) for each in candidates]
     near = [each for each, share in zip(candidates, shares, strict=True) if share >= max(shares) - 1e-3]
     return min(near, key=lambda each: each.strain)

@@ -61,8 +61,10 @@ class EngineConfig(NodeConfig):
         "fp8: keep keys and values in FP8, of target and draft, with a scale for each token and head, in about half "
         "the memory of 16 bits; auto keeps them in the type that computes with them",
     )
-    page_size: int = setting(
-        16, "hold this many tokens in a KV page; smaller pages waste less memory, larger ones need fewer copies"
+    page_size: int | None = setting(
+        None,
+        "hold this many tokens in a KV page; smaller pages waste less memory, larger ones need fewer copies (default: "
+        "16; 64 for models with a gated delta rule or indexers; 128 for DeepSeek-V4)",
     )
     num_pages: int | None = setting(
         None,

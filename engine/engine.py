@@ -61,7 +61,7 @@ from .prompts.graphs import PromptGraphs
 from .prompts.sizes import NO_PROMPT_SIZES, PromptSizes, bucket_sizes
 from .ranks.ranks import ONE_RANK, Ranks
 from .ranks.steps import GroupSteps
-from .rounds.batch import Computed, ForwardBatch, JointBatch
+from .rounds.batch import Computed, ForwardBatch, MixedBatch
 from .sampling.batch import SamplingBatch
 from .sampling.grammar import Grammars
 from .sampling.logprobs import Logprobs, compute_logprobs
@@ -74,7 +74,7 @@ from .state.host_memory import available_memory
 from .state.model_pools import ModelPools
 from .state.pages import Owner, PagePool, pages_in
 from .state.prefix_cache import PrefixCache
-from .state.tail_pages import tails_beside
+from .state.tail_pages import Windows, tails_beside
 from .tiers.cuda_copies import CudaCopies
 from .tiers.host_copies import HostCopies
 from .tiers.host_tier import HostTier
@@ -118,7 +118,8 @@ class Engine:
             self.model_config = self.model_config.with_tail()
         if not self.speculation.shape.is_chain:
             self.model_config = self.model_config.with_trees(LONGEST_PATH)
-        schema = _schema(self.model_config, self.dtype_name, config, self.speculation)
+        self.page_size = self.model_config.page_size(config.page_size)
+        schema = self._schema(config)
         self.schema = on_gpu(schema) if self.kind.is_apart else schema
         self.context_len = longest_context(config, self.model_config)
         if self.speculation.draft is not None:
@@ -146,6 +147,10 @@ class Engine:
         self._make_pools(num_pages)
         self.drafter = self.speculation.load(self.model, self.target_pools, self.draft_pools, progress, ranks.of_drafts)
         self._prompt_graphs: PromptGraphs | None = None
+
+    def _schema(self, config: EngineConfig) -> HandoffSchema:
+        target = self.model_config.pool(self.dtype_name, config.kv_dtype, self.page_size)
+        return self.speculation.schema(target, self.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
 
     def _load_model(self, dtype: torch.dtype, progress: Progress | None) -> DecoderModel:
         """Load the target. A GPU plans the attention of prompts meanwhile: in this thread, as plans belong to one."""
@@ -231,7 +236,7 @@ class Engine:
 
     def _make_pools(self, num_pages: int) -> None:
         """Make pools, their books and what lies in front of them. A request may be as long as the pool."""
-        config, page_size = self._config, self._config.page_size
+        config, page_size = self._config, self.page_size
         num_pages = self._ranks.least(num_pages)
         _check_size(num_pages)
         self.context_len = min(longest_context(config, self.model_config), (num_pages - 1) * page_size)
@@ -434,6 +439,11 @@ class Engine:
         return self.tail_window + (MAX_MISSED if self.has_draft_tails else 0)
 
     @property
+    def windows(self) -> Windows:
+        """How many positions the layers read back."""
+        return Windows(self.window, self.tail_window, self.held_window)
+
+    @property
     def draft_window(self) -> int:
         """Positions that a drafter with KV in tail pages reads back; 0: there is none."""
         return 0 if self.schema.draft is None else self.schema.draft.window
@@ -463,7 +473,7 @@ class Engine:
         return tails_beside(
             num_pages,
             self.held_window,
-            self._config.page_size,
+            self.page_size,
             num_new=3 * (1 + self.speculation.shape.num_slots),
             chunk_len=self._config.chunk(self.device.type),
             max_running=self._config.max_running,
@@ -530,7 +540,7 @@ class Engine:
         ]
         return Logprobs(*map(torch.cat, zip(*parts, strict=True))).to_host()
 
-    def states(self, batch: ForwardBatch | JointBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def states(self, batch: ForwardBatch | MixedBatch) -> tuple[torch.Tensor | None, torch.Tensor]:
         """The state that the target hands to draft extend, [num_tokens, width] (None where no drafter wants one), and
         its hidden states after the final norm [num_tokens, hidden_size]."""
         states = self.model.forward_with_aux(batch, self.target_pools, self.speculation.aux_layers)
@@ -599,18 +609,6 @@ def read_target(model_dir: Path, config: EngineConfig) -> ModelConfig:
     """Read the configuration of the checkpoint in `model_dir`, with the quantization that is asked for."""
     model = read_model_config(model_dir)
     return replace(model, quantization=chosen(model.quantization, config.quantization))
-
-
-def _schema(model: ModelConfig, dtype: HiddenDtype, config: EngineConfig, speculation: Speculation) -> HandoffSchema:
-    if not 1 <= config.page_size <= 4096:
-        raise ConfigError(f"page_size {config.page_size} is out of range: use 1 to 4096 tokens")
-    if model.compressed is not None and config.page_size % (unit := model.compressed.page_unit):
-        raise ConfigError(
-            f"page_size is {config.page_size}, but {model.architecture} makes entries of {unit} tokens, which lie in "
-            f"one page; use --page-size {unit} or a multiple"
-        )
-    target = model.pool(dtype, config.kv_dtype, config.page_size)
-    return speculation.schema(target, config.page_size, checksums=config.checksums, kv_dtype=config.kv_dtype)
 
 
 def _check_kernels(device: torch.device, target: ModelConfig, speculation: Speculation) -> None:

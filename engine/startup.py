@@ -28,9 +28,10 @@ from ..metadata.wire.node_info import Capacity, Role
 from ..metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, fields_since
 from .checkpoint.hub import commit_of
 from .checkpoint.model_card import read_tokenizer
+from .checkpoint.model_check import resolve_model
 from .config import EngineConfig
 from .device import choose_device, kind_of
-from .engine import Engine, default_node_id, use_threads
+from .engine import Engine, default_node_id, read_target, use_threads
 from .progress import ProgressBar
 from .ranks.processes import RankProcesses
 from .ranks.ranks import ONE_RANK, Ranks
@@ -66,7 +67,7 @@ def load_engine(
     fits = captures(device) and kind_of(device).is_apart and config.num_pages is None
     with memory_to_start():
         with ProgressBar("loading weights", "MiB", 1 << 20) as progress:
-            engine = Engine(config, progress, ranks, num_pages=rehearsal_pages(config, device) if fits else None)
+            engine = Engine(config, progress, ranks, num_pages=_rehearsal_pages(config, device.type) if fits else None)
         logger.info("speculation: %s", engine.speculation.describe(engine.model_dir))
         if ranks.group.rank == 0:
             tune_products(engine, measures=config.tune)
@@ -88,6 +89,11 @@ def load_engine(
         time.monotonic() - started,
     )
     return engine
+
+
+def _rehearsal_pages(config: EngineConfig, device: str) -> int:
+    page_size = read_target(resolve_model(config.model), config).page_size(config.page_size)
+    return rehearsal_pages(config.chunk(device), page_size)
 
 
 def tune_products(engine: Engine, *, measures: bool) -> None:

@@ -36,16 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _thin(items: list[pytest.Item]) -> None:
-    """Mark cells of matrices with three axes or more as `whole`, but for those that `pairs` chooses."""
+    """Mark cells of matrices with three axes or more as `whole`, but for those that `pairs` chooses: every two values
+    meet. Every value occurs if a test is marked `each_value`."""
     matrices: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not item.get_closest_marker("whole"):
             matrices.setdefault((str(item.path), item.originalname), []).append(item)
     for cells in matrices.values():
         axes = _axes(cells[0])
-        if len(axes) > 2:
+        is_sparse = cells[0].get_closest_marker("each_value") is not None
+        if len(axes) > 2 or is_sparse:
             kept = pairs(
-                [tuple(tuple(id(each.callspec.params[name]) for name in axis) for axis in axes) for each in cells]
+                [tuple(tuple(id(each.callspec.params[name]) for name in axis) for axis in axes) for each in cells],
+                1 if is_sparse else 2,
             )
             for i in set(range(len(cells))) - kept:
                 cells[i].add_marker(pytest.mark.whole)

@@ -28,7 +28,7 @@ from ...metadata.config import ProcessConfig
 from ...metadata.errors import BatonError
 from ...metadata.version import package_version
 from ...router.keys import read_keys
-from ..plan import LOOPBACK, check_port, kernel_folders
+from ..up import LOOPBACK, check_port, kernel_folders
 from .config import DoctorConfig
 from .gpu_facts import GpuFacts, read_gpus
 from .reach import Reached, reach_all

@@ -19,7 +19,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from ...engine.pace.draft_length import NO_DRAFTS
-from ...engine.pace.joint_sizes import JointSize, JointSizes
+from ...engine.pace.mixed_sizes import MixedSize, MixedSizes
 from ...engine.rounds.sizes import round_sizes
 from .times import ChunkPoint, RoundPoint, Times
 
@@ -68,10 +68,10 @@ class Costs:
         extra = defaultdict[int, list[tuple[float, float]]](list)
         for each in times.joints:
             extra[each.batch].append((each.tokens, each.ms))
-        self._joint_extra = {batch: Curve(points) for batch, points in sorted(extra.items())}
-        sizes = {JointSize(each.batch, NO_DRAFTS, each.tokens) for each in times.joints}
-        self.joint = JointSizes(sorted(sizes, key=lambda size: size.num_rows))  # those that were measured
-        self.shares_forward = functools.cache(self.joint.holds)  # asked in every step
+        self._mixed_extra = {batch: Curve(points) for batch, points in sorted(extra.items())}
+        sizes = {MixedSize(each.batch, NO_DRAFTS, each.tokens) for each in times.joints}
+        self.mixed = MixedSizes(sorted(sizes, key=lambda size: size.num_rows))  # those that were measured
+        self.shares_forward = functools.cache(self.mixed.holds)  # asked in every step
         self.router_s = times.router_ms / 1e3
 
     def round_s(self, batch: int, context_tokens: int) -> float:
@@ -91,7 +91,7 @@ class Costs:
         if not batch or not self.shares_forward(batch, 0, total, len(pieces)):
             return alone_s
         pairs = sum(piece.tokens * piece.history for piece in pieces)
-        extra = next(each for size, each in self._joint_extra.items() if size >= batch and each.end >= total)
+        extra = next(each for size, each in self._mixed_extra.items() if size >= batch and each.end >= total)
         return min(alone_s, (extra(total) + self._per_pair * pairs) / 1e3)
 
     def handoff_s(self, num_tokens: int) -> float:

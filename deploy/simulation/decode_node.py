@@ -21,7 +21,7 @@ from ...decode_node.chunk_length import ChunkBudget, ChunkRoom, ChunksAlone, Pro
 from ...decode_node.round_clock import LEAST_AHEAD_S, SHARE_AHEAD, RoundSeconds
 from ...engine.pace.step_times import ChunkCosts
 from ...router.nodes.prompt_role import PromptTimes
-from ...router.placement.placement import DecodeFigures
+from ...router.placement.node_choice import DecodeFigures
 from ...router.placement.prompt_placement import LocalFigures
 from .agenda import Agenda
 from .costs import ChunkPart, Costs
@@ -68,24 +68,24 @@ class RememberedCosts(ChunkCosts):
         self._known: dict[tuple[int, int, bool], float] = {}
         self._known_most: dict[tuple[float, int, int, bool], int] = {}
 
-    def seconds(self, num_tokens: int, depth: int, *, is_joint: bool) -> float:
-        key = num_tokens, depth, is_joint
+    def seconds(self, num_tokens: int, depth: int, *, is_mixed: bool) -> float:
+        key = num_tokens, depth, is_mixed
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = super().seconds(num_tokens, depth, is_joint=is_joint)
+            found = self._known[key] = super().seconds(num_tokens, depth, is_mixed=is_mixed)
         return found
 
-    def most_tokens(self, within_s: float, depth: int, most: int, *, is_joint: bool) -> int:
-        key = within_s, depth, most, is_joint
+    def most_tokens(self, within_s: float, depth: int, most: int, *, is_mixed: bool) -> int:
+        key = within_s, depth, most, is_mixed
         found = self._known_most.get(key)
         if found is None:
-            found = self._known_most[key] = super().most_tokens(within_s, depth, most, is_joint=is_joint)
+            found = self._known_most[key] = super().most_tokens(within_s, depth, most, is_mixed=is_mixed)
         return found
 
-    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_joint: bool) -> None:
+    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_mixed: bool) -> None:
         self._known.clear()
         self._known_most.clear()
-        super().observe(num_tokens, depth, seconds, is_joint=is_joint)
+        super().observe(num_tokens, depth, seconds, is_mixed=is_mixed)
 
 
 class SimulatedDecodeNode:
@@ -106,10 +106,10 @@ class SimulatedDecodeNode:
         self._agenda, self._costs, self._owner = agenda, costs, owner
         self._chunk_tokens = chunk_tokens
         table = RememberedCosts.measure(lambda num_tokens: costs.chunk_s([ChunkPart(num_tokens, 0)]), chunk_tokens)
-        lengths = [each for each in costs.joint.lengths(1, 0) if each <= chunk_tokens]
-        table.learn_joint(lambda tokens: costs.beside_s([ChunkPart(tokens, 0)], 1), lengths)
+        lengths = [each for each in costs.mixed.lengths(1, 0) if each <= chunk_tokens]
+        table.learn_mixed(lambda tokens: costs.beside_s([ChunkPart(tokens, 0)], 1), lengths)
         round_s = RoundSeconds(costs.round_s(1, 0))
-        self._budget = ChunkBudget(table, round_s, chunk_tokens, max_gap_s, costs.joint)
+        self._budget = ChunkBudget(table, round_s, chunk_tokens, max_gap_s, costs.mixed)
         self._alone = ChunksAlone()
         self._max_running, self._pool_tokens = max_running, pool_tokens
         self._asked: list[SimulatedRequest] = []

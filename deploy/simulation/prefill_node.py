@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...prefill_node.chunk_length import ChunkLength, ChunkSeconds, measured_sharing_limit
 from ...router.nodes.node import QUEUED_PER_SLOT
 from ...router.nodes.prompt_role import PromptTimes
-from ...router.placement.placement import PrefillFigures
+from ...router.placement.node_choice import PrefillFigures
 from ...router.placement.prompt_placement import RemoteFigures
 from .agenda import Agenda
 from .costs import ChunkPart, Costs

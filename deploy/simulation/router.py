@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...router.nodes.prompt_role import GroupFacts, handoff_estimate, place_prompt
-from ...router.placement.placement import choose_decode, choose_prefill
+from ...router.placement.node_choice import choose_decode, choose_prefill
 from ...router.placement.prompt_placement import choose_local, place_sooner
 from .agenda import Agenda
 from .costs import Costs

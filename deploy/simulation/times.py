@@ -34,7 +34,7 @@ class ChunkPoint(Struct, frozen=True, forbid_unknown_fields=True):
     history: int = 0
 
 
-class JointPoint(Struct, frozen=True, forbid_unknown_fields=True):
+class MixedPoint(Struct, frozen=True, forbid_unknown_fields=True):
     """The time by which a round of `batch` sequences is longer if its forward pass also computes `tokens` prompt
     tokens."""
 
@@ -70,7 +70,7 @@ class Times(Struct, frozen=True, forbid_unknown_fields=True):
     rounds: tuple[RoundPoint, ...]
     chunks: tuple[ChunkPoint, ...]
     handoffs: tuple[HandoffPoint, ...]
-    joints: tuple[JointPoint, ...] = ()
+    joints: tuple[MixedPoint, ...] = ()  # of mixed batches; files that exist have this name
     tail_sequences: int | None = None  # whose tail pages a node holds beside pool_tokens; None: the model has none
     tail_bytes: int | None = None  # of the tail pages of one sequence
     error: StatedError | None = None

@@ -38,7 +38,7 @@ from ...kernels.operations import Kind, reader
 from ...kernels.products.norm import rms_norm
 from ...kernels.products.rotary import apply_rotary_, turns
 from ..checkpoint.model_config import INDEX, WINDOW_POOL, ModelConfig, RopeConfig
-from ..rounds.batch import ForwardBatch, JointBatch
+from ..rounds.batch import ForwardBatch, MixedBatch
 from ..state.model_pools import ModelPools
 from .compressed import KV, CompressedAttention
 from .context import AttentionContext, CosSin, FurtherPools, IdleAttention, LayerHeads, ScaledQueries
@@ -56,7 +56,7 @@ _MAX_COMPILED_QUERY_LEN = 16  # beyond, torch's matrix products win
 def begin_attention(
     config: ModelConfig,
     rotary: Rotary,
-    batch: ForwardBatch | JointBatch,
+    batch: ForwardBatch | MixedBatch,
     pools: ModelPools,
     dtype: torch.dtype,
 ) -> AttentionContext:
@@ -71,7 +71,7 @@ def begin_attention(
     return FurtherPools(context, PoolRows.of(seen, pools.further)) if pools.further else context
 
 
-def _begin_compressed(config: ModelConfig, batch: ForwardBatch | JointBatch, pools: ModelPools) -> CompressedAttention:
+def _begin_compressed(config: ModelConfig, batch: ForwardBatch | MixedBatch, pools: ModelPools) -> CompressedAttention:
     """Return the context of layers that see a window and entries."""
     own, seen = {KV: pools.kv, **pools.further}, batch
     if config.has_tail:
@@ -87,12 +87,12 @@ def _begin_compressed(config: ModelConfig, batch: ForwardBatch | JointBatch, poo
 def _begin(
     config: ModelConfig,
     rotary: Rotary,
-    batch: ForwardBatch | JointBatch,
+    batch: ForwardBatch | MixedBatch,
     pools: ModelPools,
     dtype: torch.dtype,
 ) -> AttentionContext:
     """Return the context over the pool of KV, and that of values if they have one."""
-    if isinstance(batch, JointBatch):
+    if isinstance(batch, MixedBatch):
         first, second = (_begin(config, rotary, part, pools, dtype) for part in (batch.first, batch.second))
         return first.joined(second, batch.first.num_tokens)
     if batch.attention is not None:

@@ -4,12 +4,13 @@ of which is made of several tokens (kernels/entries/entries.py).
 Everything lies in pools with the page numbers of the sequence (pool_rows.py):
 
     KV              the key of each token, which is also its value, by layer; in tail pages
-    *_INPUTS        kv and gate of each token, from which entries are made; in tail pages
+    *_INPUTS        kv and gate of each token, from which entries of two windows are made; in tail pages
+    *_SUMS          the sums of a window up to each token, from which the other entries are made; in tail pages
     *_ENTRIES       one entry for `rate` tokens, at the slots of these tokens: each slot has a part of it
 
 So the first pool of a target, which all models have, is one of entries (`ModelConfig.pool`). A draft, whose layers see
-a window alone, has its pool in the target's tail pages. Of the inputs of overlapping windows, a tail page keeps the
-last rows alone (`Further.num_kept`).
+a window alone, has its pool in the target's tail pages. Of inputs and sums, a tail page keeps the last rows alone
+(`Further.num_kept`).
 
 A page is as long as a multiple of every rate, so a whole page never changes. All rows lie at the positions of their
 tokens. So the token that takes the place of a rejected draft writes its rows again, and its entry if it ends a window.
@@ -33,7 +34,7 @@ KV = "kv"  # name of the pool of keys among the rows
 class EntryPool(NamedTuple):
     """Where the entries of a layer lie, and how they are made."""
 
-    inputs: str  # name of the pool of kv and gate
+    inputs: str  # name of the pool of rows that they are made of
     entries: str  # name of the pool of entries
     place: int  # of the layer in both
     bias: Tensor  # [rate, columns] float32

@@ -67,7 +67,7 @@ class AttentionContext(ABC):
 
     def joined(self, second: AttentionContext, num_first: int) -> AttentionContext:
         """Return the attention of this batch, which has `num_first` tokens, and of another one in one forward."""
-        return _JointAttention(self, second, num_first)
+        return _MixedAttention(self, second, num_first)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ class IdleAttention(AttentionContext):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _JointAttention(AttentionContext):
+class _MixedAttention(AttentionContext):
     """The attention of two batches of one forward, each by its own way. The first may see tokens of the second, so the
     KV of the second is stored first."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.picks import pick, picked
-from ...kernels.entries.entries import attend_rows, compress, rotate_pairs_
+from ...kernels.entries.entries import attend_rows, compress, rotate_pairs_, window_sums
 from ...kernels.products.norm import rms_norm
 from .compressed import KV, CompressedAttention, EntryPool, WindowHeads
 from .pool_rows import NewRows, PoolRows
@@ -56,20 +56,36 @@ class GatheredEntries(CompressedAttention):
         return q
 
     def compress(self, pool: EntryPool, inputs: Tensor) -> None:
-        rows, rate = self.tails, pool.rate
-        for new, tail in self.sequences():
-            first, end = new.start // rate, new.stop // rate  # windows
-            own = inputs[new.tokens].float()
-            if first < end:  # rows before the new ones are read before these are written over them
-                has_before = pool.overlaps and first > 0
-                begin = (first - has_before) * rate
-                before = rows.read(pool.inputs, pool.place, tail.pages, begin, new.start).flatten(1)
-                read = torch.cat([before, own[: end * rate - new.start]])
-                made = compress(read, pool.bias, pool.norm, has_before=has_before).unsqueeze(1)
-                windows = torch.arange(first, end, device=made.device)
-                rotate_pairs_(made, *_turns(windows * rate, pool.frequencies))
+        make = self._made_of_two if pool.overlaps else self._made_of_one
+        for new, tail in self.sequences():  # rows before the new ones are read before these are written over them
+            made, rows = make(pool, new, tail, inputs[new.tokens].float())
+            if len(made):
+                windows = torch.arange(new.start // pool.rate, new.stop // pool.rate, device=made.device)
+                made = made.unsqueeze(1)
+                rotate_pairs_(made, *_turns(windows * pool.rate, pool.frequencies))
                 self._store_entries(pool, new, windows, made.squeeze(1))
-            rows.write(pool.inputs, pool.place, tail.pages, new.start, own.unsqueeze(1))
+            self.tails.write(pool.inputs, pool.place, tail.pages, new.start, rows.unsqueeze(1))
+
+    def _made_of_two(self, pool: EntryPool, new: NewRows, tail: NewRows, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the entries of the windows that end with a new token of a sequence, before their rotation, and the
+        rows that the new tokens leave. `own`: their inputs, [num_tokens, 2 * columns]."""
+        first, end = new.start // pool.rate, new.stop // pool.rate  # windows
+        if first == end:
+            return own[:0], own
+        begin = max(0, first - 1) * pool.rate
+        before = self.tails.read(pool.inputs, pool.place, tail.pages, begin, new.start).flatten(1)
+        read = torch.cat([before, own[: end * pool.rate - new.start]])
+        return compress(read, pool.bias, pool.norm, has_before=first > 0), own
+
+    def _made_of_one(self, pool: EntryPool, new: NewRows, tail: NewRows, own: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of windows that do not overlap. Tokens leave the sums of their windows."""
+        before = None
+        if new.start % pool.rate:
+            read = self.tails.read(pool.inputs, pool.place, tail.pages, new.start - 1, new.start)
+            before = read.flatten()
+        sums = window_sums(own, pool.bias, new.start, before)
+        ends = slice(-(new.start + 1) % pool.rate, None, pool.rate)  # tokens that end a window
+        return rms_norm(sums[ends, : own.shape[1] // 2], *pool.norm), sums
 
     def choose(self, keys: EntryPool, q: Tensor, weights: Tensor, num_picks: int) -> _Choice:
         rotate_pairs_(q, *_turns(self.positions, keys.frequencies))

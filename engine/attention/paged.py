@@ -122,7 +122,7 @@ class _PagedAttention(AttentionContext):
 
     def joined(self, second: AttentionContext, num_first: int) -> AttentionContext:
         if isinstance(second, _PagedAttention):
-            return _JointPagedAttention(self, second, *map(torch.cat, zip(self._tokens, second._tokens, strict=True)))
+            return _MixedPagedAttention(self, second, *map(torch.cat, zip(self._tokens, second._tokens, strict=True)))
         return AttentionContext.joined(self, second, num_first)
 
     @property
@@ -132,7 +132,7 @@ class _PagedAttention(AttentionContext):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _JointPagedAttention(AttentionContext):
+class _MixedPagedAttention(AttentionContext):
     """The attention of two batches of one forward. One launch stores the new tokens of both. Prompts of the batches
     read their keys in pages."""
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..rounds.batch import ForwardBatch, JointBatch
+from ..rounds.batch import ForwardBatch, MixedBatch
 
 T = TypeVar("T")
 
@@ -61,9 +61,9 @@ class PoolRows:
     _made: dict[str, Any] = field(default_factory=dict, init=False)  # by name, what `once` has made
 
     @classmethod
-    def of(cls, batch: ForwardBatch | JointBatch, pools: Mapping[str, torch.Tensor]) -> PoolRows:
+    def of(cls, batch: ForwardBatch | MixedBatch, pools: Mapping[str, torch.Tensor]) -> PoolRows:
         """Return the rows of a forward."""
-        return cls(pools, (batch.first, batch.second) if isinstance(batch, JointBatch) else (batch,))
+        return cls(pools, (batch.first, batch.second) if isinstance(batch, MixedBatch) else (batch,))
 
     @property
     def page_size(self) -> int:

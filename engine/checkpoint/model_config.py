@@ -22,6 +22,9 @@ ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "prop
 Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]  # how a router makes scores of its product
 INDEX = "index"  # the further pool of index keys
 DELTA_ROWS, DELTA_UPDATES, DELTA_STATES = "delta_rows", "delta_updates", "delta_states"  # pools of the delta rule
+LONGEST_PAGE = 4096  # tokens
+PAGE_TOKENS = 16  # of a page of models that do not ask for more
+INDEX_PAGE_TOKENS = 64  # the same of models with indexers: an index key is small, and short runs of them read slowly
 DELTA_BLOCK = 64  # tokens of a block of the delta rule, if pages do not divide it (`delta_block`)
 WINDOW_POOL = "window"  # name of the pool of KV of layers with a window, if it is not that of the others
 VALUES, WINDOW_VALUES = "values", "window_values"  # pools of values that are narrower than keys
@@ -37,7 +40,7 @@ class EntryNames(NamedTuple):
 ENTRY_POOLS = {  # by the kind of layer (`CompressedConfig.kinds`), and those of its indexer
     INDEX: EntryNames(INDEX, "index_inputs"),
     "sparse": EntryNames("sparse_entries", "sparse_inputs"),
-    "heavy": EntryNames("heavy_entries", "heavy_inputs"),
+    "heavy": EntryNames("heavy_entries", "heavy_sums"),
 }
 
 
@@ -384,6 +387,23 @@ class ModelConfig:
     def tail_window(self) -> int:
         """Positions that the layers with tail pages see, their own included; 0: there are no such layers."""
         return max(filter(None, self.sliding_window), default=0) if self.has_tail else 0
+
+    def page_size(self, asked: int | None) -> int:
+        """Return the number of tokens of a page: `asked` by the operator, or what suits the model. Raises ConfigError
+        if pages of that length cannot hold the model's state."""
+        unit = 1 if self.compressed is None else self.compressed.page_unit
+        if asked is None:
+            of_delta = PAGE_TOKENS if self.delta is None else DELTA_BLOCK
+            least = max(of_delta, PAGE_TOKENS if self.index is None else INDEX_PAGE_TOKENS)
+            return -(-least // unit) * unit
+        if not 1 <= asked <= LONGEST_PAGE:
+            raise ConfigError(f"page_size {asked} is out of range: use 1 to {LONGEST_PAGE} tokens")
+        if asked % unit:
+            raise ConfigError(
+                f"page_size is {asked}, but {self.architecture} makes entries of {unit} tokens, which lie in one page; "
+                f"use --page-size {unit} or a multiple, or leave it out"
+            )
+        return asked
 
     def with_tail(self) -> ModelConfig:
         """Return the configuration with tail pages, if some layers read back a little way, and others see all

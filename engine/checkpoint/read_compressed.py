@@ -134,24 +134,30 @@ def read_entry_index(raw: ConfigFile) -> IndexConfig | None:
 
 
 def read_entry_pools(raw: ConfigFile) -> tuple[Further, ...]:
-    """Read the pools beside that of keys. An entry lies at the slots of its tokens, a part of it in each.
+    """Read the pools that lie beside the pool of keys. An entry is divided among the slots of its tokens.
 
-    Of the tokens whose inputs make an entry of two windows, a page keeps the last ones alone, and as many as a round
-    has: so the rows of a round, which may be rejected, leave the rows before it."""
+    An entry of two windows is made of the inputs of their tokens; an entry of one window, of its sums up to the token
+    before (kernels/entries/entries.py). A tail page keeps these rows of its last tokens alone: of what an unfinished
+    window reads, and of one round. The rows of a round may be rejected, so they must not take the places of the rows
+    before it."""
     compressed, head_dim, index_dim = read_compressed(raw), raw.integer("head_dim"), raw.integer("index_head_dim")
     sparse, heavy = (
         tuple(i for i, kind in enumerate(compressed.kinds) if kind == wanted) for wanted in ("sparse", "heavy")
     )
-    of_two, of_one = 2 * compressed.sparse_rate, compressed.heavy_rate  # tokens whose inputs make an entry
-    num_kept = of_two + MAX_DRAFT_STEPS + 1
+    of_two, of_one = 2 * compressed.sparse_rate, 2  # tokens whose rows make an entry
     keys, of_sparse, of_heavy = (ENTRY_POOLS[kind] for kind in (INDEX, "sparse", "heavy"))
+
+    def rows(name: str, layers: tuple[int, ...], width: int, num_read: int) -> Further:
+        num_kept = num_read + MAX_DRAFT_STEPS + 1
+        return Further(name, layers, width, dtype="float32", num_read=num_read, num_kept=num_kept)
+
     pools = (
         Further(keys.entries, sparse, -(-index_dim // compressed.sparse_rate)),
         Further(of_sparse.entries, sparse, -(-head_dim // compressed.sparse_rate)),
         Further(of_heavy.entries, heavy, -(-head_dim // compressed.heavy_rate)),
-        Further(keys.inputs, sparse, 4 * index_dim, dtype="float32", num_read=of_two, num_kept=num_kept),
-        Further(of_sparse.inputs, sparse, 4 * head_dim, dtype="float32", num_read=of_two, num_kept=num_kept),
-        Further(of_heavy.inputs, heavy, 2 * head_dim, dtype="float32", num_read=of_one),
+        rows(keys.inputs, sparse, 4 * index_dim, of_two),
+        rows(of_sparse.inputs, sparse, 4 * head_dim, of_two),
+        rows(of_heavy.inputs, heavy, 2 * head_dim, of_one),
     )
     return tuple(pool for pool in pools if pool.layers)
 

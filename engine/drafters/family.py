@@ -99,7 +99,7 @@ class Loading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """The joint configuration of target, draft and algorithm. Not every drafter has the fields with defaults."""
+    """The configuration of target, draft and algorithm. Not every drafter has the fields with defaults."""
 
     algorithm: str
     shape: DraftShape

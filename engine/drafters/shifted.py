@@ -173,7 +173,7 @@ def shifted_speculation(
     load: Callable[[HeadFile, TargetEnds, Ranks], DraftHead],
     aux_layers: tuple[int, ...] = (),
 ) -> Speculation:
-    """Return the joint configuration with a head that proposes one token, which `load` reads."""
+    """Return the configuration with a head that proposes one token, which `load` reads."""
 
     def make(loading: Loading) -> ShiftedDrafter:
         return ShiftedDrafter(load(head, loading.ends, loading.ranks), loading.pools, loading.hidden, loading.shape)

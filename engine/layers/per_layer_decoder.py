@@ -111,7 +111,7 @@ class LayerNorms(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PerLayerDecoder:
-    """The layer."""
+    """One decoder layer of Gemma 4. The head of this file has its formula."""
 
     norms: LayerNorms
     attention: SharingAttention

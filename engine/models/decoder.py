@@ -27,7 +27,7 @@ from ..layers.decoder import DecoderLayer, Residual
 from ..products.base import VOCAB
 from ..products.linear import Linear
 from ..ranks.ranks import ONE_RANK, Ranks, VocabShares
-from ..rounds.batch import ForwardBatch, JointBatch
+from ..rounds.batch import ForwardBatch, MixedBatch
 from ..sampling.row_shares import Lens
 from ..state.model_pools import ModelPools
 
@@ -150,14 +150,14 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward_with_aux(
-        self, batch: ForwardBatch | JointBatch, pools: ModelPools, aux_layers: Sequence[int]
+        self, batch: ForwardBatch | MixedBatch, pools: ModelPools, aux_layers: Sequence[int]
     ) -> TargetStates:
         """Run `forward`, and return also the states for drafters: the handoff state, and the residual stream at the
         inputs of `aux_layers` (num_layers: the last layer's output)."""
         ids = batch.input_ids
         return self.stack(ids, self.embed(ids), self.begin(batch, pools), aux_layers)
 
-    def begin(self, batch: ForwardBatch | JointBatch, pools: ModelPools) -> AttentionContext:
+    def begin(self, batch: ForwardBatch | MixedBatch, pools: ModelPools) -> AttentionContext:
         """Return what the attention layers of one forward share."""
         assert pools.kv.dtype in (self.dtype, E4M3), (pools.kv.dtype, self.dtype)
         if len(self._kinds) == 1:

@@ -123,14 +123,15 @@ class FrozenKvHead:
 def read_frozen_kv(directory: Path, target: ModelConfig) -> FrozenKvFile:
     """Check a head's directory. Raises ModelError for one that is no such head, ConfigError for a head that does not
     fit the target."""
-    if target.latent is not None:
-        raise ConfigError(f"{directory} attends to keys and values of heads; the target's pool has latents")
-    if target.compressed is not None:
-        raise ConfigError(f"{directory} attends to keys and values of heads; the target's pool has entries of tokens")
-    if target.delta is not None:
-        raise ConfigError(f"{directory} attends to layers by their numbers; the target has layers without attention")
-    if target.has_window_pool:
-        raise ConfigError(f"{directory} attends to layers with equal heads; the target's layers have unlike heads")
+    unlike = {
+        "keys and values of heads; the target's pool has latents": target.latent is not None,
+        "keys and values of heads; the target's pool has entries of tokens": target.compressed is not None,
+        "layers by their numbers; the target has layers without attention": target.delta is not None,
+        "layers with equal heads; the target's layers have unlike heads": target.has_window_pool,
+    }
+    for words, is_so in unlike.items():
+        if is_so:
+            raise ConfigError(f"{directory} attends to {words}: choose another drafter with --speculative")
     config = read_model_config(directory, "LlamaForCausalLM")
     raw = json.loads((directory / "config.json").read_text())
     width, layers = raw.get("backbone_hidden_size"), raw.get("target_layers")

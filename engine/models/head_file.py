@@ -52,7 +52,8 @@ def read_head(directory: Path, target: ModelConfig) -> HeadFile:
     own = _fields(directory, settings).integer("target_hidden_size", config.hidden_size)
     if own != target.hidden_size:
         raise ConfigError(
-            f"{directory} is a head for a target of hidden size {own}; the target has {target.hidden_size}"
+            f"{directory} is a head for a target of hidden size {own}; the target has {target.hidden_size}: give the "
+            "head that was trained for this model"
         )
     if config.vocab_size != target.vocab_size:
         raise ConfigError(f"{directory} has a vocabulary of {config.vocab_size}; the target has {target.vocab_size}")

@@ -177,7 +177,10 @@ def _eagle3(source: HeadTensors, file: HeadFile, rotary: RotaryEmbedding, target
         target_ids = offsets + torch.arange(len(offsets), device=offsets.device)
         _check_target_ids(file.directory, target_ids, draft_vocab, config.vocab_size)
     elif draft_vocab != config.vocab_size:
-        raise ModelError(f"{file.directory}: draft_vocab_size is {draft_vocab}, but there is no d2t")
+        raise ModelError(
+            f"{file.directory}: draft_vocab_size is {draft_vocab}, but no tensor d2t says which of the target's "
+            f"{config.vocab_size} ids these are; copy the checkpoint again"
+        )
     lm_head, logit_ids = _output(source, file, draft_vocab, target_ids, target)
     return Eagle3Head(
         source.own(config),

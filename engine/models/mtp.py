@@ -67,7 +67,8 @@ LAYOUTS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MtpHead:
-    """One MTP layer."""
+    """One layer of multi-token prediction: it joins the embedding of the next token with the hidden state before it,
+    and runs a decoder layer over both."""
 
     config: ModelConfig  # of one layer
     rotary: RotaryEmbedding

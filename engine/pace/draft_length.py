@@ -44,7 +44,7 @@ class DraftShape(NamedTuple):
 
     @property
     def num_drafts(self) -> int:
-        """Return N."""
+        """The number of drafted tokens of a sequence that a round verifies: N."""
         return self.num_steps if self.is_chain else self.num_tokens
 
     @property

@@ -60,7 +60,7 @@ def measure_chunk(executor: Executor, num_tokens: int, page_size: int) -> float:
     return _seconds(executor, padding_chunk(num_tokens, page_size), work)
 
 
-def measure_joint(executor: Executor, num_seqs: int, num_tokens: int, page_size: int) -> float:
+def measure_mixed(executor: Executor, num_seqs: int, num_tokens: int, page_size: int) -> float:
     """Return the seconds of a round of `num_seqs` sequences and a chunk that shares its forward."""
     work = padding_round(executor.num_slots, num_seqs, executor.shape.with_steps(0))
     return _seconds(executor, replace(work, beside=padding_chunk(num_tokens, page_size)))
@@ -76,11 +76,11 @@ def measure_costs(executor: Executor, max_tokens: int, page_size: int) -> ChunkC
 
     costs = ChunkCosts.measure(chunk_s, max_tokens)
     num_seqs = min(executor.num_slots, _NUM_SEQS)
-    lengths = [each for each in executor.joint_sizes.lengths(num_seqs, 0) if each <= max_tokens]
+    lengths = [each for each in executor.mixed_sizes.lengths(num_seqs, 0) if each <= max_tokens]
     if lengths:
         round_s = _least_round_s(executor, num_seqs)
-        costs.learn_joint(
-            lambda num_tokens: measure_joint(executor, num_seqs, num_tokens, page_size) - round_s, lengths
+        costs.learn_mixed(
+            lambda num_tokens: measure_mixed(executor, num_seqs, num_tokens, page_size) - round_s, lengths
         )
     return costs
 

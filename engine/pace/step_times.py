@@ -173,7 +173,7 @@ class StepTimes:
 
 
 class _Kind(NamedTuple):
-    is_joint: bool
+    is_mixed: bool
     size: int  # magnitude of the chunk
     depth: int  # magnitude of its history
 
@@ -204,23 +204,23 @@ class ChunkCosts:
             spent_s += sum(runs)
         return cls(seconds)
 
-    def learn_joint(self, run: Callable[[int], float], lengths: Sequence[int]) -> None:
+    def learn_mixed(self, run: Callable[[int], float], lengths: Sequence[int]) -> None:
         """Measure piggybacked chunks of these lengths. `run(num_tokens)` returns the seconds by which a chunk makes a
         round longer."""
         for num_tokens in lengths:
             for _ in range(1 + KEPT):  # the first one does not count
-                self.observe(num_tokens, 0, run(num_tokens), is_joint=True)
+                self.observe(num_tokens, 0, run(num_tokens), is_mixed=True)
 
-    def seconds(self, num_tokens: int, depth: int, *, is_joint: bool) -> float:
+    def seconds(self, num_tokens: int, depth: int, *, is_mixed: bool) -> float:
         """Return the seconds of a chunk of `num_tokens` behind `depth` tokens. Lengths beyond those measured are
         extrapolated."""
         base = self._table(num_tokens)
-        kind = _Kind(is_joint, num_tokens.bit_length(), _magnitude(depth))
+        kind = _Kind(is_mixed, num_tokens.bit_length(), _magnitude(depth))
         return max(_LEAST_SHARE * base, base + self._correction(kind))
 
-    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_joint: bool) -> None:
+    def observe(self, num_tokens: int, depth: int, seconds: float, *, is_mixed: bool) -> None:
         """Correct the table by the seconds of a chunk; in the step of a round: those by which the round was longer."""
-        kind = _Kind(is_joint, num_tokens.bit_length(), _magnitude(depth))
+        kind = _Kind(is_mixed, num_tokens.bit_length(), _magnitude(depth))
         self._num_measured += 1
         estimate = self._measured.setdefault(kind, Estimate(num_kept=KEPT))
         estimate.observe(max(0.0, seconds) - self._table(num_tokens), self._num_measured)
@@ -229,12 +229,12 @@ class ChunkCosts:
             del self._measured[old]
         self._corrections.clear()
 
-    def most_tokens(self, within_s: float, depth: int, most: int, *, is_joint: bool) -> int:
+    def most_tokens(self, within_s: float, depth: int, most: int, *, is_mixed: bool) -> int:
         """Return the length of the longest chunk, up to `most`, that takes at most `within_s`."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
-            if self.seconds(middle, depth, is_joint=is_joint) <= within_s:
+            if self.seconds(middle, depth, is_mixed=is_mixed) <= within_s:
                 low = middle
             else:
                 high = middle - 1
@@ -253,8 +253,8 @@ class ChunkCosts:
         """Return the correction of the known kind most like this one. A correction that adds grows with the chunk: a
         long history or a slow machine costs time per token."""
         known = [other for other, each in self._measured.items() if other != kind and _is_sure(each)]
-        known = [each for each in known if each.is_joint == kind.is_joint] or [
-            each for each in known if not each.is_joint
+        known = [each for each in known if each.is_mixed == kind.is_mixed] or [
+            each for each in known if not each.is_mixed
         ]
         if not known:
             return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..pace.joint_sizes import MAX_PROMPTS
+from ..pace.mixed_sizes import MAX_PROMPTS
 from ..work import BatchRow
 
 BUCKETS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)  # tokens; cuBLAS is slow at 448

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from ...metadata.handoff.schema.buffers import Sampled
 from ..pace.draft_length import DraftShape
-from ..pace.joint_sizes import JointSizes
+from ..pace.mixed_sizes import MixedSizes
 from ..progress import Progress
 from ..prompts.prompts import Prompts, SubmittedChunk
 from ..rounds.device_executor import executor_of
 from ..rounds.executor import HostProposer
+from ..state.tail_pages import Windows
 from ..work import Chunk, Forget, LoadSlot, RoundTokens, RoundWork, Scores, WarmUp
 from .ranked_engine import RankedEngine
 
@@ -59,16 +60,8 @@ class RankExecutor:
         return self._own.context_len
 
     @property
-    def window(self) -> int | None:
-        return self._own.window
-
-    @property
-    def tail_window(self) -> int:
-        return self._own.tail_window
-
-    @property
-    def held_window(self) -> int:
-        return self._own.held_window
+    def windows(self) -> Windows:
+        return self._own.windows
 
     @property
     def runs_ahead(self) -> bool:
@@ -79,8 +72,8 @@ class RankExecutor:
         return None
 
     @property
-    def joint_sizes(self) -> JointSizes:
-        return self._own.joint_sizes
+    def mixed_sizes(self) -> MixedSizes:
+        return self._own.mixed_sizes
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         self._ranked.send(WarmUp(expects_prompts))

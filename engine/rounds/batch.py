@@ -135,7 +135,7 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JointBatch:
+class MixedBatch:
     """Two batches of one forward. Layers that work token by token see the tokens of both end to end. Attention sees two
     batches. A sequence may be in both: its token in the first batch then follows, and sees, those in the second."""
 
@@ -143,12 +143,12 @@ class JointBatch:
     second: ForwardBatch
     input_ids: torch.Tensor  # [num_tokens] int64, of both
 
-    def of_tails(self) -> JointBatch:
+    def of_tails(self) -> MixedBatch:
         """Return the batches as layers with tail pages see them."""
-        return JointBatch(self.first.of_tails(), self.second.of_tails(), self.input_ids)
+        return MixedBatch(self.first.of_tails(), self.second.of_tails(), self.input_ids)
 
     @classmethod
-    def of(cls, first: ForwardBatch, second: ForwardBatch) -> JointBatch:
+    def of(cls, first: ForwardBatch, second: ForwardBatch) -> MixedBatch:
         return cls(first, second, torch.cat([first.input_ids, second.input_ids]))
 
 

@@ -34,7 +34,7 @@ from ..device import recorded_event, to_device, to_host
 from ..drafters.base import get_draft
 from ..engine import Engine
 from ..pace.draft_length import DraftShape
-from ..pace.joint_sizes import EVERY_SIZE, JointSize, JointSizes, joint_sizes, sizes_alone
+from ..pace.mixed_sizes import EVERY_SIZE, MixedSize, MixedSizes, mixed_sizes, sizes_alone
 from ..pace.padding import padding_catch_up, padding_chunk, padding_round
 from ..progress import Progress
 from ..prompts.local_prompts import LocalPrompts
@@ -43,6 +43,7 @@ from ..ranks.agreement import Agreed
 from ..sampling.grammar import Matcher, RoundMasks
 from ..sampling.logprobs import Logprobs
 from ..sampling.state import Needs, SamplingState, each_kind
+from ..state.tail_pages import Windows
 from ..work import (
     Accepted,
     CatchUp,
@@ -161,16 +162,8 @@ class DeviceExecutor:
         return self.engine.context_len
 
     @property
-    def window(self) -> int | None:
-        return self.engine.window
-
-    @property
-    def tail_window(self) -> int:
-        return self.engine.tail_window
-
-    @property
-    def held_window(self) -> int:
-        return self.engine.held_window
+    def windows(self) -> Windows:
+        return self.engine.windows
 
     @property
     def _captures(self) -> bool:
@@ -181,11 +174,11 @@ class DeviceExecutor:
         return self.engine.kind.is_apart
 
     @property
-    def joint_sizes(self) -> JointSizes:
+    def mixed_sizes(self) -> MixedSizes:
         if not self._captures:
             return EVERY_SIZE
         steps = None if self._graphs is None else self._graphs.steps
-        return JointSizes(() if steps is None else steps.sizes, self.shape)
+        return MixedSizes(() if steps is None else steps.sizes, self.shape)
 
     def warm_up(self, progress: Progress | None = None, *, expects_prompts: bool = False) -> None:
         """Capture, on CUDA, the graphs of all buckets for every kind of sampling, so that service captures none and
@@ -259,8 +252,8 @@ class DeviceExecutor:
             catching_up = RoundGraphs("catching up", self._catch_up, *shared)
             if self.group_steps is None:
                 alone = sizes_alone(self.buckets.sizes, self.shape)
-                joint = joint_sizes(self.buckets.sizes, self.shape) if expects_prompts else []
-                sizes = [*joint[-1:], *alone[-1:]] if of_largest else [*joint, *alone]
+                mixed = mixed_sizes(self.buckets.sizes, self.shape) if expects_prompts else []
+                sizes = [*mixed[-1:], *alone[-1:]] if of_largest else [*mixed, *alone]
                 steps = StepGraphs(self.engine, self.drafter, self.slots, blocks, sizes, pool)
             with torch.inference_mode():
                 rounds.capture(shapes, progress)
@@ -400,8 +393,8 @@ class DeviceExecutor:
         return _UnderWay(work, used, numbers, logprobs, recorded_event(self.engine.device), matchers, set(), masking)
 
     def _widened(self, work: Round) -> Round:
-        """Return a round that is not computed together with a chunk, with as many drafts as the graphs of its steps
-        have if it has grammars."""
+        """Return the round as it is computed without a chunk. If it has grammars, its steps are graphs of a fixed
+        number of drafts, so it gets as many."""
         has_graphs = self._graphs is not None and self._graphs.steps is not None
         return widened(work, self.shape) if has_graphs and work.needs.masks and work.shape.num_steps else work
 
@@ -465,7 +458,7 @@ class DeviceExecutor:
         if steps is not None and size is not None:
             ways.insert(0, partial(self._begin_by_graphs, steps, size, block, work, chunk))
         elif not self._captures:
-            ways.insert(0, partial(self._begin_jointly, block, work, chunk))
+            ways.insert(0, partial(self._begin_mixed, block, work, chunk))
         if self.group_steps is not None:  # the ranks have agreed on one forward
             ways = ways[:1]
         for begin in ways:  # the way that needs less memory last
@@ -492,7 +485,7 @@ class DeviceExecutor:
         return partial(self._run_alone, block, work)
 
     def _begin_by_graphs(
-        self, steps: StepGraphs, size: JointSize, block: InputBlock, work: Round, chunk: Recompute
+        self, steps: StepGraphs, size: MixedSize, block: InputBlock, work: Round, chunk: Recompute
     ) -> Callable[[], RoundResult]:
         """Replay graphs that hold both."""
         drafts, event = steps.propose(size, block, work.needs), None
@@ -501,7 +494,7 @@ class DeviceExecutor:
         self._local_prompts.take(chunk, steps.verify(size, chunk.rows))
         return partial(steps.settle, size, work.needs, self._allowed(work, drafts, event))
 
-    def _begin_jointly(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
+    def _begin_mixed(self, block: InputBlock, work: Round, chunk: Recompute) -> Callable[[], RoundResult]:
         """Run one forward of both directly."""
         inputs = block.to(self.engine.device).for_round
         proposed = propose(self.drafter, self.slots, inputs, work.shape, work.needs)

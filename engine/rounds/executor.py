@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..pace.draft_length import DraftShape
-from ..pace.joint_sizes import JointSizes
+from ..pace.mixed_sizes import MixedSizes
 from ..progress import Progress
+from ..state.tail_pages import Windows
 from ..work import RoundTokens, RoundWork, Scores
 
 if TYPE_CHECKING:
@@ -73,18 +74,8 @@ class Executor(Protocol):
     def context_len(self) -> int: ...
 
     @property
-    def window(self) -> int | None:
-        """Positions that the layers of target and drafter see at most; None: some layer sees all."""
-        ...
-
-    @property
-    def tail_window(self) -> int:
-        """Positions that the layers with tail pages see; 0: there are no such layers."""
-        ...
-
-    @property
-    def held_window(self) -> int:
-        """Positions whose tail pages a sequence holds."""
+    def windows(self) -> Windows:
+        """How many positions the layers of target and drafter read back."""
         ...
 
     @property
@@ -93,7 +84,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def joint_sizes(self) -> JointSizes:
+    def mixed_sizes(self) -> MixedSizes:
         """The rounds and chunks that share a forward. A chunk beside another round, and one that is scored, has a
         forward of its own."""
         ...

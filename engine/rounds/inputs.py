@@ -224,7 +224,8 @@ class Buckets:
         return block
 
     def fill_catch_up(self, work: CatchUp) -> InputBlock:
-        """Return a filled block likewise."""
+        """Return a block of the smallest bucket that holds the catch-up, filled. Rows behind its own are padding. The
+        caller frees the block."""
         block, inputs = self._take(work)
         num_seqs = len(work.slots)
         inputs.counts[:num_seqs], inputs.counts[num_seqs:] = work.num_missed, 0

@@ -37,7 +37,7 @@ from ..sampling.batch import SamplingBatch
 from ..sampling.logprobs import Logprobs, compute_logprobs
 from ..sampling.sampling import sample
 from ..sampling.state import Needs
-from .batch import ForwardBatch, JointBatch
+from .batch import ForwardBatch, MixedBatch
 from .inputs import CatchUpInputs, RoundInputs
 from .slots import Slots
 from .trees import Drafts, Path, accept_chain, accept_tree
@@ -135,7 +135,7 @@ def verify(engine: Engine, proposed: Proposed, beside: ForwardBatch | None = Non
     if beside is None:
         extend, final = engine.states(batch)
         return Verified(final, extend, None)
-    extend, final = engine.states(JointBatch.of(batch, beside))
+    extend, final = engine.states(MixedBatch.of(batch, beside))
     own = batch.num_tokens
     return Verified(final[:own], *((None, None) if extend is None else (extend[:own], extend[own:])))
 

@@ -202,10 +202,13 @@ class Slots:
     def missed(
         self, first: Tensor, num_missed: Tensor, last_tokens: Tensor, num_rows: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `num_rows` of the kept rows from `first` [num_seqs] int64 on, of sequences that lack `num_missed`
-        [num_seqs] int64 rows from there: tokens [num_seqs, num_rows + 1], with `last_tokens` [num_seqs] int64 behind
-        those that they lack, and states [num_seqs, num_rows, extend width] or None. Behind these are any tokens, and
-        states of zeros: kept rows of others may hold NaN, and a masked NaN spoils rows that do not see it."""
+        """Return kept rows that the drafter has not seen: tokens [num_seqs, num_rows + 1] int64, and their states
+        [num_seqs, num_rows, extend width], None if the drafter takes none.
+
+        `first` [num_seqs] int64: where the rows of each sequence begin. `num_missed` [num_seqs] int64: how many rows it
+        lacks from there; at most `num_rows` of them are returned. Behind them comes its token of `last_tokens`
+        [num_seqs] int64, then any tokens. The states behind them are zeros: kept rows of other sequences may hold NaN,
+        and a masked NaN spoils rows that do not see it."""
         assert num_rows <= MAX_MISSED, num_rows  # what is beyond a slot's rows is another's, not the end
         step = counted(num_rows + 1, first.device)
         index = first.unsqueeze(1) + step

@@ -13,7 +13,7 @@ The three graphs (round.py):
 All graphs share the memory for what lies between their kernels, so a result in it lasts until the next replay. What one
 step leaves for the next therefore lies in tensors of its own (`_Seam`).
 
-joint_sizes.py says which buckets, draft shapes and numbers of tokens there are with chunks, of which two kinds of
+mixed_sizes.py says which buckets, draft shapes and numbers of tokens there are with chunks, of which two kinds of
 sampling serve all, and a third those with a grammar. Rounds with a grammar and without a chunk have all buckets, and
 draft nothing or the most.
 """
@@ -32,7 +32,7 @@ from torch import Tensor
 from ..drafters.base import Drafter, RoundRows
 from ..engine import Engine
 from ..pace.draft_length import DraftShape
-from ..pace.joint_sizes import JointSize, fitting
+from ..pace.mixed_sizes import MixedSize, fitting
 from ..progress import Progress, tracked
 from ..prompts.graphs import PromptInputs
 from ..prompts.sizes import bucket
@@ -61,7 +61,7 @@ class _Seam:
     allowed: Tensor  # [num_rows, num_words] int32, the tokens that grammars allow
 
     @classmethod
-    def allocate(cls, engine: Engine, sizes: Sequence[JointSize]) -> _Seam:
+    def allocate(cls, engine: Engine, sizes: Sequence[MixedSize]) -> _Seam:
         """Return the tensors for all of `sizes`."""
         device, hidden = engine.device, engine.speculation.hidden
         num_rows, num_tokens = max(size.num_round_rows for size in sizes), max(size.num_tokens for size in sizes)
@@ -123,11 +123,11 @@ class StepGraphs:
         drafter: Drafter | None,
         slots: Slots,
         blocks: Sequence[InputBlock],
-        sizes: Sequence[JointSize],
+        sizes: Sequence[MixedSize],
         pool: Any,
     ) -> None:
         """`blocks`: inputs of rounds on the device, one for each bucket, which other graphs may use, too. `sizes`: from
-        `joint_sizes` and `sizes_alone`. `pool` (`torch.cuda.graph_pool_handle`) is the memory of all graphs that share
+        `mixed_sizes` and `sizes_alone`. `pool` (`torch.cuda.graph_pool_handle`) is the memory of all graphs that share
         it."""
         self.sizes = [size for size in sizes if size.num_tokens]
         self._alone = [size for size in sizes if not size.num_tokens]
@@ -162,20 +162,20 @@ class StepGraphs:
             (torch.cuda.memory_reserved() - before) >> 20,
         )
 
-    def fitting(self, work: Round, rows: Sequence[BatchRow]) -> JointSize | None:
+    def fitting(self, work: Round, rows: Sequence[BatchRow]) -> MixedSize | None:
         """Return the size whose graphs compute a round and `rows` together. None: none does, or it would not pay."""
         num_tokens = sum(len(row.input_ids) for row in rows)
         if bucket(rows, [num_tokens], self._num_columns * self._page_size) is None:
             return None
         return fitting(self.sizes, len(work.slots), work.shape, num_tokens, len(rows))
 
-    def alone(self, num_seqs: int, shape: DraftShape) -> JointSize:
+    def alone(self, num_seqs: int, shape: DraftShape) -> MixedSize:
         """Return the size of a round of a bucket that has no chunk: one of `sizes_alone`."""
-        size = JointSize(num_seqs, shape, 0)
+        size = MixedSize(num_seqs, shape, 0)
         assert size in self._alone, (size, self._alone)
         return size
 
-    def propose(self, size: JointSize, inputs: InputBlock, needs: Needs) -> Drafts:
+    def propose(self, size: MixedSize, inputs: InputBlock, needs: Needs) -> Drafts:
         """Submit the first step of a round. Return its drafts, which stay until the next round.
 
         `inputs` have the bucket's size and hold a round of `size.shape`. They lie in host memory that stays as it is
@@ -186,7 +186,7 @@ class StepGraphs:
             self._replay(_Key("propose", size.num_seqs, size.shape, kind))
         return self._seam.drafts(size.num_seqs, size.shape)
 
-    def verify(self, size: JointSize, rows: Sequence[BatchRow] = ()) -> Tensor | None:
+    def verify(self, size: MixedSize, rows: Sequence[BatchRow] = ()) -> Tensor | None:
         """Submit the forward of the round, which computes `rows`, too. Return the extend states of `rows` [num_tokens,
         width], valid until the next call; None: the drafter takes none, or there is no row."""
         if size.num_tokens:
@@ -197,7 +197,7 @@ class StepGraphs:
         beside = self._seam.beside
         return None if beside is None or not rows else beside[: sum(len(row.input_ids) for row in rows)]
 
-    def settle(self, size: JointSize, needs: Needs, allowed: Tensor | None = None) -> RoundResult:
+    def settle(self, size: MixedSize, needs: Needs, allowed: Tensor | None = None) -> RoundResult:
         """Submit the rest of the round. `allowed` is as for `round.settle`, but in pinned memory, and there if `needs`
         has a grammar. The result is static: read it before the next call."""
         assert (allowed is not None) == needs.masks, needs
@@ -209,11 +209,11 @@ class StepGraphs:
 
     def _keys(self) -> list[_Key]:
         sizes = sorted([*self.sizes, *self._alone], key=lambda size: size.num_rows, reverse=True)
-        joint = dict.fromkeys((size.num_seqs, size.shape) for size in sizes if size.num_tokens)
+        mixed = dict.fromkeys((size.num_seqs, size.shape) for size in sizes if size.num_tokens)
         every = dict.fromkeys((size.num_seqs, size.shape) for size in sizes)
         keys = [_Key("verify", *size) for size in sizes]
         for each in every:
-            kinds = _KINDS if each in joint else ()
+            kinds = _KINDS if each in mixed else ()
             if each[1].num_steps:
                 keys += [_Key("propose", *each, kind) for kind in kinds or (EVERYTHING,)]
             keys += [_Key("settle", *each, kind) for kind in (*kinds, MASKED)]

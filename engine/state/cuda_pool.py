@@ -6,11 +6,10 @@ Each pool lies in an allocation of its own, which other processes of this host m
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -91,15 +90,15 @@ class CudaGather:
 class CudaMapping(NamedTuple):
     """A peer's pools, mapped (metadata/handoff/pages.py: MappedPools)."""
 
-    ranks: list[list[PoolAddress]]  # pools by rank of the peer; one rank unless its ranks have pages of their own
+    pools: list[PoolAddress]
     mappings: list[Mapping]
     streams: tuple[torch.cuda.Stream, ...]  # on which gathers from it run, of one device
     spans: list[list[WordSpan]] | None = None  # of each pool; None: the whole pages
 
     @property
     def num_pages(self) -> int:
-        """Pages of each rank."""
-        return self.ranks[0][0].num_pages
+        """Pages of the peer, tail pages left out."""
+        return self.pools[0].num_pages
 
     def close(self) -> None:
         for stream in self.streams:
@@ -185,28 +184,21 @@ class CudaPool:
         all_words = [pool.shape[2] for pool in self._pools]
         if part is not None:
             all_words = [pool.layout.page_layer_bytes // 4 for pool in part.pools]
-        num_ranks = max(1, len(descriptors) // len(self._pools))
         try:
-            if num_pages % num_ranks:
-                raise TransferError(f"{num_ranks} ranks of the peer cannot have equal shares of its {num_pages} pages")
-            own_pages = num_pages // num_ranks
-            for first in range(0, len(descriptors), len(self._pools)):
-                of_rank = descriptors[first : first + len(self._pools)]
-                mapping.ranks.append([])
-                for place, (pool, words, descriptor, size) in enumerate(
-                    zip(self._pools, all_words, of_rank, sizes, strict=True)
-                ):
-                    count = num_tails if self._firsts[place] else own_pages
-                    needed = pool.shape[0] * count * words * 4
-                    if size < needed:
-                        raise TransferError(f"peer's pool has {size} bytes, {count} pages of this layout have {needed}")
-                    mapping.mappings.append(map_shared(descriptor, size, self._device))
-                    mapping.ranks[-1].append(PoolAddress(mapping.mappings[-1].address, count, words))
+            for pool, first, words, descriptor, size in zip(
+                self._pools, self._firsts, all_words, descriptors, sizes, strict=True
+            ):
+                count = num_tails if first else num_pages
+                needed = pool.shape[0] * count * words * 4
+                if size < needed:
+                    raise TransferError(f"peer's pool has {size} bytes, {count} pages of this layout have {needed}")
+                mapping.mappings.append(map_shared(descriptor, size, self._device))
+                mapping.pools.append(PoolAddress(mapping.mappings[-1].address, count, words))
         except (TransferError, OSError, ValueError, torch.OutOfMemoryError) as error:
             mapping.close()
             raise TransferError(f"cannot map the peer's pools: {error}") from error
         if part is not None:
-            for ours, theirs in self._paddings(own_pages):
+            for ours, theirs in self._paddings(num_pages):
                 self._gather(mapping, [theirs], [ours]).wait()
         return mapping
 
@@ -238,16 +230,12 @@ class CudaPool:
             self._pass_fences(targets)
             slip = self._take_slip(len(targets))
             first = self._first_of(targets)
-            slip.numbers[:] = [source % peer.num_pages for source in sources], targets
-            if first:
-                slip.numbers[:] = [source - peer.num_pages for source in sources], [page - first for page in targets]
+            first_source = peer.num_pages if first else 0
+            slip.numbers[:] = [source - first_source for source in sources], [page - first for page in targets]
             moves = self._readable(slip, self._stream)
             spans = peer.spans or [None] * len(self._pools)
-            for rank, run in _runs([0 if first else source // peer.num_pages for source in sources]):
-                run_from, run_to = moves[0][run], moves[1][run]
-                for place in self._places(first):
-                    pools = peer.ranks[rank][place], self._pools[place]
-                    gather_pages(*pools, run_from, run_to, self._stream, spans[place])
+            for place in self._places(first):
+                gather_pages(peer.pools[place], self._pools[place], *moves, self._stream, spans[place])
             self._digest(slip, moves[1], self._stream, first)
             return CudaGather(slip, self._give_back)
 
@@ -311,7 +299,7 @@ class CudaPool:
                 self.digest([page] * max(many, default=0))
                 self.expect([page])  # zeros may still be on their way into it
                 addresses = [PoolAddress(pool.data_ptr(), pool.shape[1]) for pool in self._pools]
-                self.gather(CudaMapping([addresses], [], (self._stream,)), [page], [page]).wait()
+                self.gather(CudaMapping(addresses, [], (self._stream,)), [page], [page]).wait()
 
     def _digest(self, slip: _Slip, pages: torch.Tensor, stream: torch.cuda.Stream, first: int) -> None:
         """Compute the checksums of `pages` [num_pages] int32 into the slip, counted from page `first`. Those of pools
@@ -398,15 +386,6 @@ def word_spans(part: PagePart) -> list[list[WordSpan]]:
     spans = [span for pool in part.pools for span in pool.spans]
     assert not any(size % 4 for span in spans for size in span), (spans, "a block on a GPU is copied by words")
     return [[WordSpan(*(size // 4 for size in span)) for span in pool.spans] for pool in part.pools]
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Yield each run of equal numbers, and its places."""
-    start = 0
-    for number, run in itertools.groupby(numbers):
-        stop = start + len(list(run))
-        yield number, slice(start, stop)
-        start = stop
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

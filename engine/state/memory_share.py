@@ -81,9 +81,9 @@ def _refusal(memory: Memory, share: float, bytes_of_pages: int, spared: int, *, 
     )
 
 
-def rehearsal_pages(config: EngineConfig, device: torch.device) -> int:
+def rehearsal_pages(chunk_tokens: int, page_size: int) -> int:
     """Return the size of the first pools, which hold one chunk."""
-    return config.chunk(device.type) // config.page_size + 3
+    return chunk_tokens // page_size + 3
 
 
 @contextmanager

@@ -99,7 +99,9 @@ class PagePool:
         return self._take(self._find_free(n, 0), owner)
 
     def allocate_tails(self, n: int, owner: Owner) -> list[int]:
-        """Take `n` tail pages likewise."""
+        """Take `n` tail pages for a request or ticket, as `allocate` takes kept pages.
+
+        Raises OutOfPages and takes nothing if fewer are free."""
         assert n >= 0 and owner in _HOLDERS, (n, owner)
         if n > self._num_free_tails:
             raise OutOfPages(

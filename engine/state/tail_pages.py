@@ -15,10 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...metadata.handoff.schema.schema import pages_of
 
 _LARGE = 8.0  # `relative_size` from which on sequences get fewer tail pages than a quarter of `num_pages`
+
+
+class Windows(NamedTuple):
+    """How many positions the layers of a model and its drafter read back."""
+
+    widest: int | None = None  # of the layers; None: some layer sees all positions
+    tail: int = 0  # of the layers with tail pages; 0: there are no such layers
+    held: int = 0  # positions whose tail pages a sequence holds
 
 
 def most_tails(window: int, num_new: int, page_size: int) -> int:

@@ -139,10 +139,10 @@ class CudaCopies:
             end = offset + memory.page_bytes // 4
             parts.append(_Part(kv.view(torch.int32), memory.first, slice(offset, end)))
             offset = end
-        slots = torch.from_numpy(tier_memory(num_slots * size, is_pinned=True)).view(torch.int32)
+        words = tier_memory(num_slots * size, is_pinned=True).view(np.int32)  # torch has no such view of no bytes
         most = min(num_slots, max(1, _BUFFER_BYTES // max(1, size)))
         buffer = torch.empty((most, offset), dtype=torch.int32, device=self._device)
-        return _Kind(parts, slots.view(num_slots, offset), buffer)
+        return _Kind(parts, torch.from_numpy(words.reshape(num_slots, offset)), buffer)
 
     def _batches(
         self, slots: Sequence[int], pages: Sequence[int]

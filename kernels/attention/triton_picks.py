@@ -4,12 +4,12 @@ the formulas.
 `paged_index_scores` reads each tile of keys once for all tokens of a program, and multiplies it with one token's heads
 after the other. So a score has one order of summation, whatever else the forward holds.
 
-`paged_picks` of a long row takes three launches. One program per row finds a bound from a sample of its scores:
-somewhat more slots reach it than are wanted. Then many programs keep the slots that reach the bound, the candidates. At
-last one program per row holds all candidates in registers. It searches for the score from which on it takes slots: it
-counts the scores above a point between two bounds, and the point becomes one of the bounds. If there are too few or too
-many candidates, it reads the whole row instead, which is slow but gives the same choice. A short row needs the last
-launch alone. What is kept stays in the order of slots. There are no atomic operations.
+`paged_picks` of a long row takes two launches. First many programs find a bound, each from the same sample of the
+row's scores: somewhat more slots reach it than are wanted. They keep the slots that reach the bound, the candidates.
+Then one program per row holds all candidates in registers. It searches for the score from which on it takes slots: it
+counts the scores above two points between two bounds, and the points become bounds. If there are too few or too many
+candidates, it reads the whole row instead, which is slow but gives the same choice. A short row needs the last launch
+alone. What is kept stays in the order of slots. There are no atomic operations.
 
 The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold all launches.
 """
@@ -24,7 +24,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .. import gpu
 from .paged_plan import PagedPlan
 from .picks import PagedSight, PickedRows
 from .triton_attention import load_pages, num_sms, padded
@@ -44,11 +46,12 @@ _FEW = 8  # tokens per sequence: programs have one each, and keys that they shar
 _ROUND = _Tiles(1, 64, 5, 3)
 _PROMPT = _Tiles(16, 128, 3, 2)
 _SEQS = 32  # sequences that `tile_at` looks at in one step
-_WARPS = 8  # of a program that searches for a score
+_CANDIDATES_WARPS, _CHOICE_WARPS = 8, 16
 _NUM_PROGRAMS = 2  # that look for candidates, per multiprocessor
 _LEAST_PART = 2048  # slots of a program that looks for candidates
+_CHUNK = 4096  # slots that it holds at a time
 _MOST = 4096  # candidates of a row, of a row's sample also the least number
-_ALL = 4  # times as many slots are all candidates
+_ALL = 2  # times as many slots are all candidates
 _LEAST: tl.constexpr = tl.constexpr(-(2**31))  # the key of a slot that is not to be taken
 
 
@@ -213,78 +216,100 @@ def paged_picks(
     ends, seqs = sight.ends[tokens.start : tokens.stop], sight.seqs[tokens.start : tokens.stop]
     most = max(_MOST, triton.next_power_of_2(num_picks + num_picks // 2))
     assert most <= 1 << 14, f"{num_picks} picks are too many"  # engine/checkpoint refuses such models
-    slots = nums = None
-    run, num_parts, device = triton.next_power_of_2(num_slots), 0, scores.device
+    slots = keys = nums = None
+    run, num_parts, room, device = max(16, triton.next_power_of_2(num_slots)), 1, 0, scores.device
+    dependent, are_fours = False, num_slots % 4 == 0
     if num_slots > _ALL * most:
-        bounds = torch.empty((num,), dtype=torch.int32, device=device)
         sample = min(max(run // 16, most), 1 << 15)
-        _bounds_kernel[(num,)](bounds, scores, ends, num_slots, num_picks, most, SAMPLE=sample, num_warps=_WARPS)
         per_part = triton.cdiv(num_slots, max(1, _NUM_PROGRAMS * num_sms(device) // num))
-        part = min(max(triton.next_power_of_2(per_part), _LEAST_PART), most)
-        run, num_parts = most, triton.cdiv(num_slots, part)
-        slots = torch.empty((num, num_parts, part), dtype=torch.int32, device=device)
-        nums = torch.empty((num, num_parts), dtype=torch.int32, device=device)
-        _candidates_kernel[(num, num_parts)](slots, nums, scores, bounds, ends, num_slots, PART=part, num_warps=4)
+        part = max(triton.next_power_of_2(per_part), _LEAST_PART)
+        num_parts, room, run, dependent = triton.cdiv(num_slots, part), min(part, most), most, gpu.dependent_launch(num)
+        slots = torch.empty((num, num_parts, room), dtype=torch.int32, device=device)
+        keys, nums = torch.empty_like(slots), torch.empty((num, num_parts), dtype=torch.int32, device=device)
+        _candidates_kernel[(num, num_parts)](
+            slots, keys, nums, scores, ends, num_slots, num_picks, most,
+            SAMPLE=sample, PART=part, CHUNK=min(part, _CHUNK), ROOM=room, ARE_FOURS=are_fours, DEPENDENT=dependent,
+            num_warps=_CANDIDATES_WARPS, launch_pdl=dependent,
+        )  # fmt: skip
     _choice_kernel[(num,)](
-        out.rows[tokens.start :], out.counts[tokens.start :], scores, slots, nums, ends, seqs, plan.block_table,
-        num_slots, num_picks, num_parts, 0 if slots is None else slots.shape[2], plan.block_table.stride(0),
-        PAGE_SIZE=page_size, RUN=run, LEVELS=int(num_parts).bit_length(), num_warps=_WARPS,
+        out.rows[tokens.start :], out.counts[tokens.start :], scores, slots, keys, nums, ends, seqs, plan.block_table,
+        num_slots, num_picks, num_parts, plan.block_table.stride(0),
+        PAGE_SIZE=page_size, RUN=run, ROOM=room, LEVELS=(num_parts - 1).bit_length(), ARE_FOURS=are_fours,
+        DEPENDENT=dependent, num_warps=_CHOICE_WARPS, launch_pdl=dependent,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("num_slots", "num_picks", "most"))
-def _bounds_kernel(
-    bounds_ptr,  # [num_rows] int32, keys, written
+def _candidates_kernel(
+    slots_ptr,  # [num_rows, num_parts, ROOM] int32, written: the candidates of a part, in ascending order
+    keys_ptr,  # like slots_ptr, written: their keys, and then _LEAST up to a multiple of 4
+    nums_ptr,  # [num_rows, num_parts] int32, of candidates, written; those above ROOM are not in the lists
     scores_ptr,  # [num_rows, num_slots] float32
     ends_ptr,  # [num_rows] int32
     num_slots,
     num_picks,
     most,  # candidates of a row that the choice can hold
     SAMPLE: tl.constexpr,
-):
-    """Grid: (num_rows,). Write the key that somewhat more slots of a row reach than `num_picks`, if the row is like its
-    sample. A row of at most `most` slots gets the least key."""
-    row = tl.program_id(0)
-    end = tl.load(ends_ptr + row)
-    bound = _LEAST
-    if end > most:
-        spots = tl.arange(0, SAMPLE)
-        stride = tl.maximum(end // SAMPLE, 1).to(tl.uint32)  # a hash of the spot chooses one of as many slots
-        slots = spots.to(tl.int64) * end // SAMPLE + ((spots.to(tl.uint32) * 2654435761 >> 9) % stride).to(tl.int64)
-        wanted = num_picks * (SAMPLE / end)
-        least = (wanted + 4.5 * tl.sqrt(wanted)).to(tl.int32) + 4
-        keys = _keys(scores_ptr + row.to(tl.int64) * num_slots, slots.to(tl.int32), end)
-        bound = _threshold(keys, least, least + least // 16)
-    tl.store(bounds_ptr + row, bound)
-
-
-@triton.jit(do_not_specialize=("num_slots",))
-def _candidates_kernel(
-    slots_ptr,  # [num_rows, num_parts, PART] int32, written: the candidates of a part, in ascending order
-    nums_ptr,  # [num_rows, num_parts] int32, of candidates, written
-    scores_ptr,  # [num_rows, num_slots] float32
-    bounds_ptr,  # [num_rows] int32, keys
-    ends_ptr,  # [num_rows] int32
-    num_slots,
     PART: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROOM: tl.constexpr,
+    ARE_FOURS: tl.constexpr,  # num_slots is a multiple of 4
+    DEPENDENT: tl.constexpr,
 ):
-    """Grid: (num_rows, num_parts). Keep those of PART slots of a row whose keys reach its bound."""
+    """Grid: (num_rows, num_parts). Keep those of PART slots of a row whose keys reach its bound. All programs of a row
+    find the same bound. In a row of at most `most` slots all are candidates."""
     row, part = tl.program_id(0), tl.program_id(1)
     place = row.to(tl.int64) * tl.num_programs(1) + part
-    end, bound = tl.load(ends_ptr + row), tl.load(bounds_ptr + row)
-    slots = part * PART + tl.arange(0, PART)
-    keys = _keys(scores_ptr + row.to(tl.int64) * num_slots, slots, end)
-    is_taken = ((keys >= bound) & (keys != _LEAST)).to(tl.int32)
-    tl.store(slots_ptr + place * PART + tl.cumsum(is_taken, 0) - 1, slots, mask=is_taken != 0)
-    tl.store(nums_ptr + place, tl.sum(is_taken, 0))
+    end = tl.load(ends_ptr + row)
+    scores_ptr += _first(row, num_slots, ARE_FOURS)
+    slots_ptr, keys_ptr = slots_ptr + place * ROOM, keys_ptr + place * ROOM
+    begin = part * PART
+    stop = tl.minimum(begin + PART, end)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    fours = begin // 4 + tl.arange(0, CHUNK // 4)
+    keys = _keys(scores_ptr, fours, stop, ARE_FOURS)  # loaded while the bound is sought
+    bound, num = _LEAST + 1, 0
+    if end > most:
+        bound = _bound(scores_ptr, end, num_picks, SAMPLE, ARE_FOURS)
+    for first in range(0, stop - begin, CHUNK):
+        slots = _fours(fours + first // 4)
+        next_keys = _keys(scores_ptr, fours + (first + CHUNK) // 4, stop, ARE_FOURS)
+        is_taken = keys >= bound
+        ranks, num_taken = _ranks(is_taken.to(tl.int32))
+        order = num + ranks - 1
+        tl.store(slots_ptr + order, slots, mask=is_taken & (order < ROOM))
+        tl.store(keys_ptr + order, keys, mask=is_taken & (order < ROOM))
+        num += num_taken
+        keys = next_keys
+    behind = num + tl.arange(0, 4)
+    tl.store(keys_ptr + behind, tl.full((4,), _LEAST, tl.int32), mask=behind < tl.minimum((num + 3) // 4 * 4, ROOM))
+    tl.store(nums_ptr + place, num)
 
 
-@triton.jit(do_not_specialize=("num_slots", "num_picks", "num_parts", "part_size", "table_stride"))
+@triton.jit
+def _bound(scores_ptr, end, num_picks, SAMPLE: tl.constexpr, ARE_FOURS: tl.constexpr):
+    """Return the key that somewhat more slots of a row reach than `num_picks`, if the row is like its sample: groups of
+    four slots."""
+    groups, num_groups = tl.arange(0, SAMPLE // 4), end // 4
+    stride = tl.maximum(num_groups // (SAMPLE // 4), 1).to(tl.uint32)  # a hash chooses one of as many groups
+    group = (groups.to(tl.int64) * num_groups // (SAMPLE // 4)).to(tl.int32)
+    group += ((groups.to(tl.uint32) * 2654435761 >> 9) % stride).to(tl.int32)
+    wanted = num_picks * (SAMPLE / end)
+    least = (wanted + 4.5 * tl.sqrt(wanted)).to(tl.int32) + 4
+    keys = _keys(scores_ptr, group, end, ARE_FOURS)
+    threshold, _ = _threshold(keys, _sum(keys != _LEAST), least, least + least // 16)
+    return tl.maximum(threshold, _LEAST + 1)
+
+
+@triton.jit(do_not_specialize=("num_slots", "num_picks", "num_parts", "table_stride"))
 def _choice_kernel(
     rows_ptr,  # [num_rows, num_picks] int64, written
     counts_ptr,  # [num_rows] int64, written
     scores_ptr,  # [num_rows, num_slots] float32
-    slots_ptr,  # [num_rows, num_parts, part_size] int32, candidates; None: all slots
+    slots_ptr,  # [num_rows, num_parts, ROOM] int32, candidates; None: all slots
+    keys_ptr,  # like slots_ptr, their keys
     nums_ptr,  # [num_rows, num_parts] int32, of candidates
     ends_ptr,  # [num_rows] int32
     seqs_ptr,  # [num_rows] int32
@@ -292,109 +317,184 @@ def _choice_kernel(
     num_slots,
     num_picks,
     num_parts,
-    part_size,
     table_stride,
     PAGE_SIZE: tl.constexpr,
     RUN: tl.constexpr,
+    ROOM: tl.constexpr,
     LEVELS: tl.constexpr,  # 2**LEVELS parts at most
+    ARE_FOURS: tl.constexpr,  # num_slots is a multiple of 4
+    DEPENDENT: tl.constexpr,
 ):
     """Grid: (num_rows,). Write the rows of the best `num_picks` slots of a row, of equal ones the lowest slots."""
     row = tl.program_id(0)
     end = tl.load(ends_ptr + row)
-    scores_ptr += row.to(tl.int64) * num_slots
+    scores_ptr += _first(row, num_slots, ARE_FOURS)
     rows_ptr += row.to(tl.int64) * num_picks
     table_ptr += tl.load(seqs_ptr + row).to(tl.int64) * table_stride
-    places = tl.arange(0, RUN)
+    fours = tl.arange(0, RUN // 4)
+    if DEPENDENT:
+        gdc_wait()
     if slots_ptr is None:
-        slots, num, is_enough = places, end, True
+        slots, is_enough = _fours(fours), True
+        keys = _keys(scores_ptr, fours, end, ARE_FOURS)
+        num = _sum(keys != _LEAST)
     else:
-        parts = tl.arange(0, 2**LEVELS)
-        nums = tl.load(nums_ptr + row * num_parts + parts, mask=parts < num_parts, other=0)
-        num = tl.sum(nums, 0)
-        stops = tl.cumsum(nums, 0)
-        part = _part_of(places, stops, LEVELS)  # the part that the candidate of a place is from
-        first = (row.to(tl.int64) * num_parts + part) * part_size
-        behind = places - tl.gather(stops - nums, part, 0)
-        slots = tl.load(slots_ptr + first + behind, mask=places < num, other=0)
-        is_enough = (num <= RUN) & ((num >= num_picks) | (end <= RUN))
+        first = row.to(tl.int64) * num_parts
+        four, num_fours, num = _lists(nums_ptr + first, fours, num_parts, ROOM, LEVELS)
+        is_enough = (num_fours * 4 <= RUN) & ((num >= num_picks) | (end <= RUN))
+        is_there = ((fours < num_fours) & is_enough)[:, None]
+        slots = tl.load(slots_ptr + first * ROOM + _fours(four), mask=is_there, other=0)
+        keys = tl.load(keys_ptr + first * ROOM + _fours(four), mask=is_there, other=_LEAST)
     if is_enough:
-        keys = tl.where(places < num, _keys(scores_ptr, slots, end), _LEAST)
-        threshold = _threshold(keys, num_picks, num_picks)
-        num_above = tl.sum((keys > threshold).to(tl.int32), 0)
-        count, _ = _write(rows_ptr, table_ptr, keys, slots, threshold, 0, num_picks - num_above, PAGE_SIZE)
+        if slots_ptr is not None:  # while the threshold is sought
+            pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=keys != _LEAST, other=0)
+        threshold, num_level = _threshold(keys, num, num_picks, num_picks)
+        if slots_ptr is None:
+            pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=keys >= threshold, other=0)
+        _write(rows_ptr, keys, slots, pages, threshold, 0, num_level, PAGE_SIZE)
+        count = tl.minimum(num, num_picks)
     else:  # the row is not like its sample
-        threshold, num_above = _threshold_of_row(scores_ptr, end, num_picks, RUN)
-        count, num_level = 0, num_picks - num_above
+        threshold, num_level = _threshold_of_row(scores_ptr, end, num_picks, RUN, ARE_FOURS)
+        count = 0
         for begin in range(0, end, RUN):
-            keys = _keys(scores_ptr, begin + places, end)
-            count, num_level = _write(rows_ptr, table_ptr, keys, begin + places, threshold, count, num_level, PAGE_SIZE)
+            slots, keys = _fours(begin // 4 + fours), _keys(scores_ptr, begin // 4 + fours, end, ARE_FOURS)
+            pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=keys >= threshold, other=0)
+            count, num_level = _write(rows_ptr, keys, slots, pages, threshold, count, num_level, PAGE_SIZE)
     tl.store(counts_ptr + row, count.to(tl.int64))
 
 
 @triton.jit
-def _part_of(places, stops, LEVELS: tl.constexpr):
-    """Return how many of the ascending numbers `stops` [2**LEVELS] are not above each place, without the last one."""
-    part = tl.zeros_like(places)
+def _fours(firsts):
+    """Return the places of groups of four, [num_groups, 4], which a program reads at once."""
+    return firsts[:, None] * 4 + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def _first(row, num_slots, ARE_FOURS: tl.constexpr):
+    """Return where the scores of a row begin."""
+    return row.to(tl.int64) * (num_slots // 4 * 4 if ARE_FOURS else num_slots)
+
+
+@triton.jit
+def _sum(each):
+    """Return the sum of [num_groups, 4]."""
+    return tl.sum(tl.sum(each.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _lists(nums_ptr, fours, num_parts, ROOM: tl.constexpr, LEVELS: tl.constexpr):
+    """Return where each four of candidates lies in the lists of its row, and how many fours and candidates there
+    are."""
+    parts = tl.arange(0, 2**LEVELS)
+    nums = tl.load(nums_ptr + parts, mask=parts < num_parts, other=0)
+    num_fours = (nums + 3) // 4
+    stops = tl.cumsum(num_fours, 0)
+    part, start = tl.zeros_like(fours), tl.zeros_like(fours)  # parts whose stops are not above a four
     for level in tl.static_range(LEVELS):
         step = 1 << (LEVELS - 1 - level)
-        part = tl.where(tl.gather(stops, part + (step - 1), 0) <= places, part + step, part)
-    return part
+        stop = tl.gather(stops, part + (step - 1), 0)
+        part, start = tl.where(stop <= fours, part + step, part), tl.where(stop <= fours, stop, start)
+    return part * (ROOM // 4) + fours - start, tl.sum(num_fours, 0), tl.sum(nums, 0)
 
 
 @triton.jit
-def _write(rows_ptr, table_ptr, keys, slots, threshold, count, num_level, PAGE_SIZE: tl.constexpr):
+def _ranks(flags):
+    """Return the sums of [num_groups, 4] up to each place, and of all."""
+    of_fours = tl.sum(flags, 1)
+    return tl.cumsum(flags, 1) + (tl.cumsum(of_fours, 0) - of_fours)[:, None], tl.sum(of_fours, 0)
+
+
+@triton.jit
+def _write(rows_ptr, keys, slots, pages, threshold, count, num_level, PAGE_SIZE: tl.constexpr):
     """Write the rows of keys above the threshold, and of the first `num_level` keys equal to it, behind `count` rows.
     Return how many rows there are then, and how many equal keys are left to write."""
-    is_above, is_level = keys > threshold, (keys == threshold) & (keys != _LEAST)
-    both = tl.cumsum(is_above.to(tl.int32) | (is_level.to(tl.int32) << 16), 0)  # at most 2^15 keys
-    levels = (both >> 16) & 65535
+    is_above, is_level = keys > threshold, keys == threshold
+    either = is_above.to(tl.int32) | (is_level.to(tl.int32) << 16)  # at most 2^14 keys
+    both, nums = _ranks(either)
+    levels = both >> 16
     is_taken = is_above | (is_level & (levels <= num_level))
     order = count + (both & 65535) + tl.minimum(levels, num_level) - 1
-    pages = tl.load(table_ptr + slots // PAGE_SIZE, mask=is_taken, other=0)
     tl.store(rows_ptr + order, pages * PAGE_SIZE + slots % PAGE_SIZE, mask=is_taken)
-    levels_taken = tl.minimum(tl.sum(is_level.to(tl.int32), 0), num_level)
-    return count + tl.sum(is_above.to(tl.int32), 0) + levels_taken, num_level - levels_taken
+    levels_taken = tl.minimum(nums >> 16, num_level)
+    return count + (nums & 65535) + levels_taken, num_level - levels_taken
 
 
 @triton.jit
-def _threshold(keys, num_picks, most):
-    """Return a key that at least `num_picks` keys reach, and if possible at most `most`. It is the least one if there
-    are no more keys."""
-    is_key = keys != _LEAST
-    num_low, num_high = tl.sum(is_key.to(tl.int32), 0), 0
-    low = tl.min(tl.where(is_key, keys, 2147483647), 0).to(tl.int64)  # `num_low` keys reach it
-    high = tl.max(keys, 0).to(tl.int64) + 1  # `num_high` keys reach it, too few
-    step = 0
+def _threshold(keys, num, num_picks, most):
+    """Return a key that at least `num_picks` of `num` keys reach, and if possible at most `most`. It is the least one
+    if there are no more keys. Also return how many of the keys equal to it are among the first `num_picks`, or more
+    than all if all are."""
+    num_low, num_high = num, 0
+    down = tl.where(keys != _LEAST, ~keys, _LEAST)
+    lowest, highest = tl.split(tl.max(tl.max(tl.join(down, keys), 1), 0))
+    low, high = (~lowest).to(tl.int64), highest.to(tl.int64) + 1  # so many keys reach them, too few the second
     while (num_low > most) & (high - low > 1):
-        share = tl.where(step % 2 == 0, (num_low - (num_picks + most) // 2) / (num_low - num_high), 0.5)
-        middle = tl.minimum(tl.maximum(low + ((high - low).to(tl.float32) * share).to(tl.int64), low + 1), high - 1)
-        num = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-        is_low = num >= num_picks
-        low, num_low = tl.where(is_low, middle, low), tl.where(is_low, num, num_low)
-        high, num_high = tl.where(is_low, high, middle), tl.where(is_low, num_high, num)
-        step += 1
-    return low.to(tl.int32)
+        first, second = _points(low, high, num_low, num_high, (num_picks + most) // 2)
+        nums = tl.sum(tl.sum(_reached(keys, first, second), 1), 0)
+        low, high, num_low, num_high = _narrow(
+            low, high, num_low, num_high, first, second, nums & 65535, nums >> 16, num_picks
+        )  # fmt: skip
+    return low.to(tl.int32), tl.where(num_low > num_picks, num_picks - num_high, num_low)
 
 
 @triton.jit
-def _threshold_of_row(scores_ptr, end, num_picks, RUN: tl.constexpr):
-    """Return the highest key that at least `num_picks` slots of a row reach, else _LEAST, and how many are above it."""
-    low, high, num_high = tl.full((), _LEAST, tl.int64), tl.full((), 2147483648, tl.int64), 0
-    while high - low > 1:
-        middle, num = (low + high) >> 1, 0
-        for begin in range(0, end, RUN):
-            keys = _keys(scores_ptr, begin + tl.arange(0, RUN), end)
-            num += tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-        is_low = num >= num_picks
-        low, high = tl.where(is_low, middle, low), tl.where(is_low, high, middle)
-        num_high = tl.where(is_low, num_high, num)
-    return low.to(tl.int32), num_high
+def _points(low, high, num_low, num_high, num):
+    """Return two keys above `low` and below `high`, in ascending order: the middle, and where `num` keys would be if
+    they were evenly spread."""
+    share = (num_low - num) / (num_low - num_high)
+    near = tl.minimum(tl.maximum(low + ((high - low).to(tl.float32) * share).to(tl.int64), low + 1), high - 1)
+    middle = (low + high) >> 1
+    return tl.minimum(near, middle), tl.maximum(near, middle)
 
 
 @triton.jit
-def _keys(scores_ptr, slots, end):
-    """Return whole numbers in the order of the scores of `slots`, int32: _LEAST for a slot from `end` on and for a
-    score of -inf or NaN."""
-    scores = tl.load(scores_ptr + slots, mask=slots < end, other=float("-inf"))
+def _reached(keys, first, second):
+    """Return 1 for each key that reaches `first`, and 2^16 more if it reaches `second` too."""
+    return tl.where(keys >= second.to(tl.int32), 65537, (keys >= first.to(tl.int32)).to(tl.int32))
+
+
+@triton.jit
+def _narrow(low, high, num_low, num_high, first, second, num_first, num_second, num_picks):
+    """Return the bounds and how many keys reach them, when so many reach two points between them."""
+    is_first, is_second = num_first >= num_picks, num_second >= num_picks
+    new_low = tl.where(is_second, second, tl.where(is_first, first, low))
+    new_num_low = tl.where(is_second, num_second, tl.where(is_first, num_first, num_low))
+    new_high = tl.where(is_second, high, tl.where(is_first, second, first))
+    new_num_high = tl.where(is_second, num_high, tl.where(is_first, num_second, num_first))
+    return new_low, new_high, new_num_low, new_num_high
+
+
+@triton.jit
+def _threshold_of_row(scores_ptr, end, num_picks, RUN: tl.constexpr, ARE_FOURS: tl.constexpr):
+    """Return what `_threshold` returns for the keys of all slots of a row, which has more than `num_picks`."""
+    low, high = tl.full((), _LEAST + 1, tl.int64), tl.full((), 2147483647, tl.int64)  # the key of infinity is lower
+    num_low, num_high = _count(scores_ptr, end, low, high, RUN, ARE_FOURS)
+    while (num_low > num_picks) & (high - low > 1):
+        first, second = _points(low, high, num_low, num_high, num_picks)
+        num_first, num_second = _count(scores_ptr, end, first, second, RUN, ARE_FOURS)
+        low, high, num_low, num_high = _narrow(
+            low, high, num_low, num_high, first, second, num_first, num_second, num_picks
+        )  # fmt: skip
+    return low.to(tl.int32), tl.where(num_low > num_picks, num_picks - num_high, num_low)
+
+
+@triton.jit
+def _count(scores_ptr, end, first, second, RUN: tl.constexpr, ARE_FOURS: tl.constexpr):
+    """Return how many keys of a row reach each of two points."""
+    num_first, num_second = 0, 0
+    for begin in range(0, end, RUN):
+        keys = _keys(scores_ptr, begin // 4 + tl.arange(0, RUN // 4), end, ARE_FOURS)
+        nums = tl.sum(tl.sum(_reached(keys, first, second), 1), 0)
+        num_first, num_second = num_first + (nums & 65535), num_second + (nums >> 16)
+    return num_first, num_second
+
+
+@triton.jit
+def _keys(scores_ptr, fours, end, ARE_FOURS: tl.constexpr):
+    """Return whole numbers in the order of the scores of groups of four slots, [num_groups, 4] int32: _LEAST for a slot
+    from `end` on and for a score of -inf or NaN. ARE_FOURS: a group that begins below `end` may be read whole."""
+    slots = _fours(fours)
+    is_slot = slots < end
+    scores = tl.load(scores_ptr + slots, mask=(fours * 4 < end)[:, None] if ARE_FOURS else is_slot, other=float("-inf"))
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 is 0
-    return tl.where(scores > float("-inf"), bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST)
+    return tl.where(is_slot & (scores > float("-inf")), bits ^ ((bits >> 31) & 0x7FFFFFFF), _LEAST)

@@ -1,6 +1,7 @@
-"""Entries by Triton: the rows of new tokens go into tail pages, and each token that ends a window makes its entry.
+"""Entries by Triton: the rows of new tokens go into tail pages, and each token that ends a window makes its entry. Of
+windows that do not overlap, sums are kept instead (triton_sums.py).
 
-A window's rows are those of the forward, or lie in pages already. So one launch does both, and no program waits for
+An entry's rows are those of the forward, or lie in pages already. So one launch does both, and no program waits for
 another one. If a page keeps the rows of its last tokens alone, and a sequence may have so many new tokens that their
 rows are written over those that its first windows read, a second launch stores them.
 """
@@ -20,7 +21,7 @@ from .. import gpu
 from ..attention.triton_shares import is_last
 from ..products.norm import Norm
 from .paged_entries import TokenPlan
-from .triton_heads import turned, turns_of
+from .triton_sums import store_entry, sum_windows
 
 _ROWS, _COLUMNS = 32, 64  # of a window that a program reads at once
 
@@ -36,8 +37,8 @@ def compress_paged(
 ) -> None:
     """Store kv and gate of all tokens, `inputs` [num_tokens, 2 * columns] of any float type, in `inputs_layer`
     [num_pages, 1, 1, num_kept, 2 * columns] float32, whose pages are tail pages and keep the rows of their last
-    `num_kept` tokens. Store the entries of windows that end with one of the tokens in `entries_layer` [num_pages, 1, 1,
-    page_size, part], normed and rotated.
+    `num_kept` tokens; if windows do not overlap, store the sums up to each token. Store the entries of windows that
+    end with one of the tokens in `entries_layer` [num_pages, 1, 1, page_size, part], normed and rotated.
 
     `bias` [rate, columns] float32; `norm` [width]; `frequencies` [num_pairs] float32, radians per position."""
     (num_tokens, num_inputs), (rate, columns), width = inputs.shape, bias.shape, len(norm.weight)
@@ -48,7 +49,10 @@ def compress_paged(
     assert inputs_layer.shape[3] <= page_size and len(plan.slots) == num_tokens, inputs_layer.shape
     if not num_tokens:
         return
-    block, num_rows = min(_COLUMNS, triton.next_power_of_2(width)), rate * columns // width
+    if columns == width:
+        sum_windows(inputs, bias, norm, frequencies, inputs_layer, entries_layer, plan)
+        return
+    block, num_rows = min(_COLUMNS, triton.next_power_of_2(width)), 2 * rate
     num_programs, dependent = triton.cdiv(width, block), gpu.dependent_launch(num_tokens)
     made = torch.empty((num_tokens, width), dtype=torch.float32, device=inputs.device)
     num_spare = inputs_layer.shape[3] - num_rows + 1  # new rows that leave those which windows of the forward read
@@ -128,20 +132,10 @@ def _compress_kernel(
             made_ptr += token * WIDTH
             tl.store(made_ptr + columns, made, mask=columns < WIDTH)
             if is_last(arrivals_ptr + token, tl.num_programs(1)):
-                pairs = tl.arange(0, BLOCK_P)
-                is_pair = pairs < WIDTH // 2
-                even = tl.load(made_ptr + 2 * pairs, mask=is_pair, other=0.0)
-                odd = tl.load(made_ptr + 2 * pairs + 1, mask=is_pair, other=0.0)
-                scale = tl.rsqrt(tl.sum(even * even + odd * odd, 0) / WIDTH + eps)
-                even *= scale * tl.load(norm_ptr + 2 * pairs, mask=is_pair, other=0.0).to(tl.float32)
-                odd *= scale * tl.load(norm_ptr + 2 * pairs + 1, mask=is_pair, other=0.0).to(tl.float32)
                 begin = slot - RATE + 1
-                cos, sin = turns_of(begin, pairs, frequencies_ptr, WIDTH, PAIRS)
-                even, odd = turned(even, odd, cos, sin)
                 page = tl.load(table_ptr + seq * table_stride + begin // PAGE_SIZE)
-                entry = entries_ptr + (page * (PAGE_SIZE // RATE) + begin % PAGE_SIZE // RATE) * STRIDE
-                tl.store(entry + 2 * pairs, even.to(entries_ptr.dtype.element_ty), mask=is_pair)
-                tl.store(entry + 2 * pairs + 1, odd.to(entries_ptr.dtype.element_ty), mask=is_pair)
+                to = entries_ptr + (page * (PAGE_SIZE // RATE) + begin % PAGE_SIZE // RATE) * STRIDE
+                store_entry(to, made_ptr, norm_ptr, frequencies_ptr, begin, eps, WIDTH, PAIRS, BLOCK_P)
 
 
 @triton.jit
@@ -162,8 +156,8 @@ def _made(
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Return some columns of an entry before its norm, [BLOCK] float32. Windows overlap if COLUMNS is twice WIDTH."""
-    ROWS: tl.constexpr = RATE * (COLUMNS // WIDTH)
+    """Return some columns of an entry before its norm, [BLOCK] float32."""
+    ROWS: tl.constexpr = 2 * RATE
     sums, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     highest = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
     for begin in tl.static_range(0, ROWS, BLOCK_R):
@@ -175,7 +169,7 @@ def _made(
         pages = tl.load(tails_ptr + tl.maximum(at, 0) // PAGE_SIZE, mask=is_old, other=0)
         old = pages_ptr + (pages * NUM_KEPT + tl.maximum(at, 0) % PAGE_SIZE % NUM_KEPT) * (2 * COLUMNS)
         new = own_ptr + (at - slot).to(tl.int64) * input_stride
-        half = tl.where(rows < ROWS - RATE, 0, COLUMNS - WIDTH)  # of the window before, first halves
+        half = tl.where(rows < RATE, 0, WIDTH)  # of the window before, first halves
         number = half[:, None] + columns[None, :]
         is_old = is_old[:, None] & (columns < WIDTH)[None, :]
         is_read = is_new | is_old

@@ -90,8 +90,10 @@ def places_of_row(chosen: Tensor, num_experts: int) -> Places:
 
 
 def block_size(num_pairs: int, num_experts: int, *, is_packed: bool = False) -> int:
-    """Return how many places a block has: as many as an expert has pairs, and twice as many if they are few, since a
-    second block of an expert reads its weights again, and unpacks them again if they are packed."""
+    """Return the number of places of a block: about the mean number of pairs per expert, rounded up to a block size.
+
+    A second block of an expert reads its weights again, and unpacks them again if they are packed. So if experts have
+    few pairs, a block has room for twice the mean: then most experts need only one."""
     mean = -(-num_pairs // num_experts)
     most_of_size = ((16, 12), (32, 24), (64, 64)) if is_packed else ((16, 8), (32, 32), (64, 64))
     return next((size for size, most in most_of_size if mean <= most), 128)

@@ -16,6 +16,7 @@ With a dependent launch (gpu.py) a program fetches its part of W while the kerne
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,14 +46,14 @@ def vector_product(
 
     `x` [num_rows, in_size] may be strided by row. `weight` is W [out_size, in_size]; if the product is gated,
     [2 * out_size, in_size], the gate first. `bias` is [out_size], `norm.weight` [in_size]. `out` [num_rows, out_size]
-    is contiguous. All have one 16-bit dtype.
+    is contiguous. All have one 16-bit dtype, but a norm's weight may be float32, and is not rounded then.
 
     A program has `block_n` rows of W, and `block_k` columns in one step, both powers of two. For a norm, or if x has
     more than one row, one step must hold all columns. `num_rows` is at most MAX_ROWS."""
     (num_rows, in_size), out_size = x.shape, out.shape[1]
     if norm is not None:
         block_k = 1 << (in_size - 1).bit_length()
-        assert norm.weight.shape == (in_size,) and norm.weight.dtype == x.dtype, (norm.weight.shape, x.shape)
+        assert norm.weight.shape == (in_size,) and norm.weight.dtype in (x.dtype, torch.float32), (norm.weight, x.shape)
     assert num_rows == 1 or (num_rows <= MAX_ROWS and block_k >= in_size), (x.shape, block_k)
     assert not (is_gated and (adds or bias is not None)), "a gated product is neither biased nor added"
     dependent = gpu.dependent_launch(num_rows)
@@ -69,7 +70,7 @@ def _vector_kernel(
     x_ptr,  # [M, K], rows x_stride apart
     weight_ptr,  # [size, K] of x's dtype; IS_GATED: [2 * size, K]
     bias_ptr,  # [size] of x's dtype, read if HAS_BIAS
-    norm_ptr,  # [K] of x's dtype, read if HAS_NORM
+    norm_ptr,  # [K] of x's dtype or float32, read if HAS_NORM
     out_ptr,  # [M, size] of x's dtype, written; read if ADDS
     size,
     x_stride,
@@ -102,7 +103,7 @@ def _vector_kernel(
         x = tl.load(x_ptr + m * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
         if HAS_NORM:
             x = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
-            x = (x.to(weight.dtype).to(tl.float32) * norm).to(weight.dtype).to(tl.float32)
+            x = (x.to(norm_ptr.dtype.element_ty).to(tl.float32) * norm).to(weight.dtype).to(tl.float32)
         products = weight.to(tl.float32) * x[None, :]
         if IS_GATED:
             up_products = up_weight.to(tl.float32) * x[None, :]

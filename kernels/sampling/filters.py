@@ -53,9 +53,11 @@ def keep_likely(scores: Tensor, filters: Filters) -> None:
 
 
 def score_thresholds(scores: Tensor, filters: Filters) -> Tensor:
-    """Return the least score that each row keeps, [num_rows] float32: the largest of log(min_p), the k-th largest
-    score, and the score of the last token of the smallest set, from the likeliest on, that holds top_p of the weight
-    those two leave. `scores` as for `keep_likely`."""
+    """Return the least score that each row keeps, [num_rows] float32. `scores` as for `keep_likely`.
+
+    It is the largest of three thresholds: log(min_p); the k-th largest score; and the threshold of top_p. For the last
+    one, take the tokens that the first two thresholds leave, from the likeliest on, until they hold top_p of the weight
+    of all these tokens. The score of the last token taken is the threshold."""
     assert scores.dtype == torch.float32 and scores.shape[:1] == filters.log_min_p.shape, (scores.dtype, scores.shape)
     if filters.top_k is None or filters.top_p is None:
         return filters.log_min_p  # p / p_max >= min_p is score >= log(min_p)

@@ -30,6 +30,7 @@ from .sockets import (
     receive_frames,
     routing_id,
     send_frames,
+    send_heartbeats,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def connect_dealer(
     socket = context.socket(zmq.DEALER)
     try:
         configure_socket(socket, address, max_frame=max_frame)
+        send_heartbeats(socket)
         socket.routing_id = identity
         socket.reconnect_ivl = _RECONNECT_MS
         socket.reconnect_ivl_max = _RECONNECT_MAX_MS

@@ -22,6 +22,7 @@ DRAIN_LIMIT = 256  # messages read from a socket before other work gets its turn
 QUEUE_LEN = 8192  # messages queued per peer and direction
 HANDSHAKE_MS = 10_000  # greeting and keys take four round trips, each of which may take two seconds
 ZMTP_HEARTBEAT_MS = 1000  # closes connections whose other end vanished; says nothing about the process
+_KEEPALIVE_S = 10, 5, 2  # of TCP: first after so many seconds of silence, then every so many, until so many are lost
 ZMTP_SILENCE_MS = 10_000  # cannot be changed while a connection stands, so it is long enough for slow networks
 UNACKNOWLEDGED_S = 4.0  # a node that connects gives sent bytes so long to be acknowledged, longer on slow networks
 HEARTBEAT_SUFFIX = b":beat"  # the end of the routing id of a node's heartbeat socket
@@ -139,15 +140,28 @@ def receive_from(socket: zmq.Socket[bytes], allow_list: AllowList | None, *, wit
 
 def configure_socket(socket: zmq.Socket[bytes], address: str, *, max_frame: int) -> None:
     """Set the options that every Baton socket needs before it binds or connects: no linger, finite queues, bounded
-    frames."""
+    frames, and an end of connections whose other end vanished. A socket that connects also needs `send_heartbeats`."""
     socket.linger = 0
     socket.sndhwm = QUEUE_LEN
     socket.rcvhwm = QUEUE_LEN
     socket.maxmsgsize = max_frame
     socket.handshake_ivl = HANDSHAKE_MS
-    socket.set(zmq.HEARTBEAT_IVL, ZMTP_HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, ZMTP_SILENCE_MS)
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = _KEEPALIVE_S
     socket.ipv6 = parse_address(address).needs_ipv6
+
+
+def send_heartbeats(
+    socket: zmq.Socket[bytes], interval_ms: int = ZMTP_HEARTBEAT_MS, silence_ms: int = ZMTP_SILENCE_MS
+) -> None:
+    """Have a socket that connects send heartbeats of ZMTP. It closes a connection over which nothing has come for
+    `silence_ms`, and the other end one over which nothing has come for ZMTP_SILENCE_MS.
+
+    A socket that listens must send none: libzmq reads no more from a connection whose routing id has come again over
+    another one, and if such a connection closes, its next heartbeat aborts the process (zeromq/libzmq#4364)."""
+    socket.set(zmq.HEARTBEAT_IVL, interval_ms)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, silence_ms)
+    socket.set(zmq.HEARTBEAT_TTL, ZMTP_SILENCE_MS)
 
 
 def open_monitor(socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:

@@ -8,7 +8,7 @@ import zmq
 from ..bus.addresses import any_port_of, parse_address, require_keys
 from ..bus.connections import MAX_ROUND_TRIP_S
 from ..bus.curve import Guests, KeyPair, admit_guests, secure_client, secure_server
-from ..bus.sockets import HANDSHAKE_MS, ZMTP_SILENCE_MS, configure_socket, connect_socket
+from ..bus.sockets import HANDSHAKE_MS, configure_socket, connect_socket, send_heartbeats
 from ..errors import ConfigError
 from ..wire.node_info import Peer
 
@@ -35,7 +35,7 @@ def bind_data_socket(
     require_keys(address, keys)
     parse_address(address)  # before there is a socket to close
     socket = context.socket(zmq.ROUTER)
-    _configure(socket, address, _CONTROL_FRAME_BYTES, ZMTP_SILENCE_MS)
+    _configure(socket, address, _CONTROL_FRAME_BYTES)
     socket.router_mandatory = True
     if keys is not None:
         secure_server(socket, keys)
@@ -58,7 +58,8 @@ def connect_data_socket(
     the address.
     """
     require_keys(peer.data_address, keys)
-    _configure(socket, peer.data_address, max_frame, round(1000 * silence_s))
+    _configure(socket, peer.data_address, max_frame)
+    send_heartbeats(socket, _ZMTP_HEARTBEAT_MS, round(1000 * silence_s))
     server_key = b""
     if keys is not None:
         if keys.allow_list is not None:
@@ -76,7 +77,7 @@ def bind_page_socket(
     closes it. Raises zmq.ZMQError if the address cannot be bound."""
     socket = context.socket(zmq.ROUTER)
     try:
-        _configure(socket, address, max_frame, ZMTP_SILENCE_MS)
+        _configure(socket, address, max_frame)
         socket.router_mandatory = True
         admit_guests(socket, guests)
         socket.bind(address)
@@ -91,7 +92,8 @@ def connect_page_socket(
 ) -> None:
     """Connect a DEALER socket to a page port, once: a connection that breaks is not made again. `max_frame` and
     `silence_s` as for `connect_data_socket`. Raises zmq.ZMQError if ZeroMQ refuses the address."""
-    _configure(socket, address, max_frame, round(1000 * silence_s))
+    _configure(socket, address, max_frame)
+    send_heartbeats(socket, _ZMTP_HEARTBEAT_MS, round(1000 * silence_s))
     socket.set(zmq.RECONNECT_IVL, -1)
     socket.plain_username, socket.plain_password = guest.encode(), password.encode()
     connect_socket(socket, address)
@@ -105,8 +107,6 @@ def silence_s(handshake_s: float, round_trip_s: float = 0.0) -> float:
     return max(of_handshake_s, _ROUND_TRIPS * min(round_trip_s, MAX_ROUND_TRIP_S))
 
 
-def _configure(socket: zmq.Socket[bytes], address: str, max_frame: int, silence_ms: int) -> None:
+def _configure(socket: zmq.Socket[bytes], address: str, max_frame: int) -> None:
     configure_socket(socket, address, max_frame=max_frame)
-    socket.set(zmq.HEARTBEAT_IVL, _ZMTP_HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, silence_ms)
     socket.set(zmq.TCP_MAXRT, HANDSHAKE_MS)

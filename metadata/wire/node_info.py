@@ -69,7 +69,7 @@ class RowField(Message, frozen=True):
 
 
 class HandoffSchema(Message, frozen=True):
-    """Layout of a handoff on the wire, made from the joint configuration (metadata/handoff/schema/schema.py)."""
+    """Layout of a handoff on the wire, made from the configuration of target and draft (handoff/schema/schema.py)."""
 
     algorithm: Name
     page_size: Annotated[int, Meta(ge=1, le=4096)]
@@ -147,7 +147,7 @@ class Capacity(Message, frozen=True):
     page_size: Index
     max_running: Count
     num_ranks: Annotated[Index, Since(6)] = 1  # processes that share the node's model
-    # more than 1 on nodes of protocol 6 alone: ranks that divide these pages and sequences; a request uses one
+    # more than 1 on nodes of protocol 6 alone, whose ranks divide these pages and sequences: they are refused
     num_pools: Annotated[Index, Since(6)] = 1
     num_tails: Annotated[Count, Since(8)] = 0  # tail pages that requests may use; 0: the model has none
     tier_pages: Annotated[Count, Since(8)] = 0  # that its host and disk tiers hold at most, tail pages included
@@ -156,11 +156,6 @@ class Capacity(Message, frozen=True):
     def cached_pages(self) -> int:
         """The most pages and tail pages that its prefix cache can have."""
         return self.num_pages + self.num_tails + self.tier_pages
-
-    @property
-    def request_pages(self) -> int:
-        """The most pages that one request can use."""
-        return self.num_pages // max(1, self.num_pools)
 
 
 class RankLoad(Message, frozen=True):
@@ -198,11 +193,6 @@ class Load(Message, frozen=True):
     def of_idle(cls, capacity: Capacity) -> Load:
         """Return the load of a node that has no work yet."""
         return cls(free_pages=capacity.num_pages, running=0, waiting=0, free_tails=capacity.num_tails)
-
-    @property
-    def room(self) -> int:
-        """The most free pages that one request could get: a request uses one pool."""
-        return max((rank.free_pages for rank in self.ranks), default=self.free_pages)
 
 
 class HostFigures(Message, frozen=True):

@@ -65,13 +65,15 @@ from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from ..figures.metrics import Metrics
 from ..health.health import Effect as HealthEffect
 from ..health.health import PairHealth, PairsReady, StartCanary, TellOutcome, TellProven
+from ..nodes.drains import Drains
 from ..nodes.node import Node, NodeGroup
-from ..nodes.registry import Drains, Registry
+from ..nodes.registry import Registry
 from ..placement.placement import Placement
-from ..requests.request import Attempt, Request, Sequence
+from ..requests.attempt import Attempt
+from ..requests.request import Request, Sequence
 from ..requests.trace import FinishedTraces, Outcome
 from ..waiting.admission import Asked, Bounds, Queues, RefusedRequest
-from ..waiting.queue import Entry, PairFull, Pinned
+from ..waiting.entry import Entry, PairFull, Pinned
 from .cancels import Cancels
 from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
 from .rescheduling import Rescheduling
@@ -603,10 +605,8 @@ class Dispatcher:
                     self.cancels.send(node, request.rid, attempt.number, (sequence.index,), reason, now)
             if attempt.decode is not None:
                 attempt.decode.release(request.rid, attempt.number, (sequence.index,))
-                if not request.is_canary:
-                    self._placement.has_generated(attempt.decode, sequence, now)
-            if attempt.decode is not None and attempt.prefill is None:
-                self.health.worked(None, attempt.decode, now)
+                if attempt.prefill is None:
+                    self.health.worked(None, attempt.decode, now)
             attempt.choices.discard(sequence.index)
             if not attempt.choices and attempt.prefill_done:
                 request.attempts.pop(attempt.number, None)

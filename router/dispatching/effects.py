@@ -10,7 +10,8 @@ from ...metadata.errors import BatonError
 from ...metadata.wire.membership import LedgerReport
 from ...metadata.wire.messages import ToNode
 from ..nodes.node import Node
-from ..requests.request import Delta, Request, Sequence
+from ..requests.delta import Delta
+from ..requests.request import Request, Sequence
 from ..requests.trace import TraceRecorder
 
 

@@ -19,9 +19,10 @@ from ...metadata.wire.request import Unit
 from ..errors import NodeFault
 from ..figures.metrics import Metrics, MoveReason
 from ..nodes.node import Node
-from ..requests.request import Attempt, Request
+from ..requests.attempt import Attempt
+from ..requests.request import Request
 from ..waiting.admission import Queues, RefusedRequest
-from ..waiting.queue import Entry
+from ..waiting.entry import Entry
 from .cancels import Cancels
 from .reservations import Reservations
 from .streams import TokenStreams

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ...metadata.wire.messages import Compute, Reserve, Reserved
 from ..nodes.node import Node
-from ..requests.request import Attempt, Request
-from ..waiting.queue import Entry
+from ..requests.attempt import Attempt
+from ..requests.request import Request
+from ..waiting.entry import Entry
 
 ASK_S = 0.5  # a decode node that has not answered is asked again after so long: less than a lease of its claims
 ANSWER_S = 10.0  # a reservation without an answer is given up after so long

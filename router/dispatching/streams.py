@@ -24,7 +24,8 @@ from ...metadata.wire.messages import Resend, Tokens
 from ...metadata.wire.request import Ended, TokenLogprobs, Unit, unpack_ids
 from ..figures.metrics import Metrics
 from ..nodes.node import Node
-from ..requests.request import Delta, Request, Sequence
+from ..requests.delta import Delta
+from ..requests.request import Request, Sequence
 from .effects import Effects, Output, Send
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ import xxhash
 from ...metadata.errors import BatonError
 from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs, pack_ids
 from ..nodes.node import Node, NodeGroup
-from ..requests.request import Delta, Request, Sequence
-from ..waiting.queue import Pinned
+from ..requests.delta import Delta
+from ..requests.request import Request, Sequence
+from ..waiting.entry import Pinned
 from .verdicts import Answer, Token
 
 NUM_PAGES = 3
@@ -146,6 +147,6 @@ def answer_of(token_ids: abc.Sequence[int], logprobs: abc.Sequence[TokenLogprobs
 
 def _length(group: NodeGroup) -> int:
     """Return the length of the test prompt: NUM_PAGES pages and a token, or less if a node has no room for that."""
-    pages = min((node.hello.capacity.request_pages for node in group.nodes.values()), default=NUM_PAGES)
+    pages = min((node.hello.capacity.num_pages for node in group.nodes.values()), default=NUM_PAGES)
     room = min(group.context_len, pages * group.page_size) - 2 * NUM_TOKENS
     return max(1, min(NUM_PAGES * group.page_size + 1, room))

@@ -8,8 +8,10 @@ PairsReady, TellProven, TellOutcome. Every canary that it starts ends with one e
     any state --- a canary or transfer failed -----------> failed, until the answer of a later canary
 
 Each pair, and each node alone, gets a canary when it is new, while it is not ready, after a request failed on it, and
-when it has served no request for `interval_s`. Neither nodes without room nor clients that end their requests count
-against it. Ranks of a rank group count as one node: a canary runs on any of them, and its answer is that of all.
+when it has served no request for `interval_s`. Pairs of a large group wait longer, in proportion to their number per
+node, so that canaries and the work of `look` grow with the number of nodes alone. Neither nodes without room nor
+clients that end their requests count against it. Ranks of a rank group count as one node: a canary runs on any of them,
+and its answer is that of all.
 
 If a node has several routers, one of them sends the routine canaries (outcomes.py). Each router counts the answers that
 the others tell as its own ones. But what fails for one router may work for another one, whose network is another: only
@@ -27,7 +29,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ...metadata.wire.membership import MAX_PROVEN, Proven
@@ -36,7 +38,7 @@ from ...metadata.wire.node_info import CanaryOutcome
 from ..nodes.availability import drain_summary, missing_for_service
 from ..nodes.node import GroupKey, Node, NodeGroup
 from ..requests.request import Request
-from ..waiting.queue import Pinned
+from ..waiting.entry import Pinned
 from .canary import Canary, Prompt
 from .outcomes import AWAITED_S, answer_of, is_of_another, nodes_of, outcome
 from .verdicts import READY, UNTRIED, Answer, Verdict, Votes
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # from a canary that did not make its nodes ready to their next one
 FULL_RETRY_S = 0.5  # from a canary that found no room to its next one, unless a decode node says that it has room
 MAX_RETRY_S = 64.0  # longest wait for a canary after transfers that failed in a row
+PAIRS_PER_NODE = 4  # a group with more pairs per node is large: so many are looked at together
 MAX_TESTED = 4096  # epochs of nodes that are gone, whose reports count no more
 
 
@@ -83,12 +86,14 @@ _Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode
 class _Subject:
     """The health of a pair, or of a node that computes alone."""
 
-    def __init__(self, nodes: Pinned, now: float) -> None:
+    def __init__(self, nodes: Pinned, now: float, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when verdict or failure changes."""
         self.nodes = nodes
+        self._on_change = on_change
         self.told_at = now  # when another router's canary went through it, or it was new
         self.answer: Answer | None = None  # to its last canary that got one
-        self.verdict: Verdict = UNTRIED
-        self.failure: str | None = None  # why its last canary got no answer, or why a transfer failed
+        self._verdict: Verdict = UNTRIED
+        self._failure: str | None = None
         self.canary: Canary | None = None  # under way
         self.worked_at = -math.inf  # when the last request or canary went through it
         self.retry_at = 0.0  # no canary before
@@ -96,6 +101,26 @@ class _Subject:
         self.is_doubted = False  # a request failed on it, or its answer is wanted: a canary is due
         self.was_doubted = False  # before its last canary
         self.num_failed_transfers = 0  # of requests, since the pages of one arrived
+
+    @property
+    def verdict(self) -> Verdict:
+        return self._verdict
+
+    @verdict.setter
+    def verdict(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self._on_change()
+
+    @property
+    def failure(self) -> str | None:
+        """Why its last canary got no answer, or why a transfer failed."""
+        return self._failure
+
+    @failure.setter
+    def failure(self, failure: str | None) -> None:
+        if failure != self._failure:
+            self._failure = failure
+            self._on_change()
 
     @property
     def is_pair(self) -> bool:
@@ -122,7 +147,7 @@ class _Subject:
 
     @property
     def is_ready(self) -> bool:
-        return self.failure is None and self.verdict == READY
+        return self._failure is None and self._verdict == READY
 
     @property
     def state(self) -> str:
@@ -146,19 +171,44 @@ class _Vote:
         self.prompt = Prompt(group)
         self.subjects: dict[_Key, _Subject] = {}
         self._votes: Votes | None = None  # None: they must be counted anew
+        self._turn = 0  # number of the pair of a large group that is looked at next
+        # what `proven` returns; None: it has changed
+        self._proven: list[tuple[Node, tuple[str, ...]]] | None = None
 
     def tested(self) -> list[Pinned]:
         """Return the pairs that take new work, and the nodes that do and can compute alone."""
+        return [*self.group.pairs(), *self._alone(self.group.live("prefill"), self.group.live("decode"))]
+
+    @property
+    def pairs_per_look(self) -> float:
+        """Number of pairs of a large group for each one that is looked at together with others; 1 if it is not
+        large."""
+        num_prefills, num_decodes = len(self.group.live("prefill")), len(self.group.live("decode"))
+        return max(1.0, num_prefills * num_decodes / (PAIRS_PER_NODE * max(1, num_prefills + num_decodes)))
+
+    def in_turn(self) -> list[Pinned]:
+        """Return all that is tested; of a large group, all nodes alone and the pairs whose turn it is."""
         prefills, decodes = self.group.live("prefill"), self.group.live("decode")
-        alone: list[Pinned] = [(node, None) for node in prefills]
-        return [*self.group.pairs(), *alone, *((None, node) for node in decodes if node.knows(Compute))]
+        num_pairs, most = len(prefills) * len(decodes), PAIRS_PER_NODE * (len(prefills) + len(decodes))
+        if num_pairs <= most:
+            return self.tested()
+        turns = range(self._turn, self._turn + most)
+        self._turn = (self._turn + most) % num_pairs
+        pairs = ((prefills[i // len(decodes) % len(prefills)], decodes[i % len(decodes)]) for i in turns)
+        alone = self._alone(prefills, decodes)
+        return [*alone, *(pair for pair in pairs if pair[0].shares_protocol(pair[1]))]
+
+    @staticmethod
+    def _alone(prefills: list[Node], decodes: list[Node]) -> list[Pinned]:
+        return [*((node, None) for node in prefills), *((None, node) for node in decodes if node.knows(Compute))]
 
     def subject(self, nodes: Pinned, now: float, interval_s: float) -> _Subject:
         """Return what is known of these nodes, a new entry if nothing is."""
         key = _key(*nodes)
         subject = self.subjects.get(key)
         if subject is None:
-            subject = self.subjects[key] = _Subject(nodes, now)
+            subject = self.subjects[key] = _Subject(nodes, now, self._has_changed)
+            self._has_changed()
             prefill, decode = nodes
             if prefill is None or decode is None:
                 self._votes = None
@@ -180,6 +230,7 @@ class _Vote:
         """Remove and return all that a node is part of."""
         gone = [self.subjects.pop(key) for key in list(self.subjects) if node.unit_key in key]
         self._votes = None
+        self._has_changed()
         return gone
 
     def take(self, subject: _Subject, answer: Answer) -> bool:
@@ -228,9 +279,17 @@ class _Vote:
         keys: list[_Key] = [(None, decode), (prefill, None)] if subject.is_pair else []
         return [self.subjects[key] for key in keys if key in self.subjects]
 
-    def proven(self) -> Iterator[tuple[Node, tuple[str, ...]]]:
-        """Yield each node that can remember it, with the epochs of the nodes with which it is in a pair that is ready,
+    def _has_changed(self) -> None:
+        self._proven = None
+
+    def proven(self) -> list[tuple[Node, tuple[str, ...]]]:
+        """Return each node that can remember it, with the epochs of the nodes with which it is in a pair that is ready,
         as is each of the two alone."""
+        if self._proven is None:
+            self._proven = list(self._read_proven())
+        return self._proven
+
+    def _read_proven(self) -> Iterator[tuple[Node, tuple[str, ...]]]:
         epochs: defaultdict[bytes, list[str]] = defaultdict(list)
         for subject in self.subjects.values():
             prefill, decode = subject.nodes
@@ -253,6 +312,7 @@ class PairHealth:
         self._interval_s = interval_s
         self._votes: dict[NodeGroup, _Vote] = {}
         self._runs: dict[str, tuple[_Vote, _Subject]] = {}  # by the rid of the canary's request under way
+        self._full: dict[_Subject, None] = {}  # whose canaries found no room
         # what nodes remember, if it is not what their Hello said; None: a message may be lost
         self._told: dict[Node, tuple[str, ...] | None] = {}
         # told before this router had the prompt, by partner
@@ -371,10 +431,13 @@ class PairHealth:
                 for (node, _), told in [each for each in self._early.items() if each[0][0].group is group]:
                     effects += self.heard(node, told, now)
             vote = self._votes[group]
-            for nodes in vote.tested():
-                effects += self._test(vote, vote.subject(nodes, now, self._interval_s), nodes, now)
+            interval_s = self._interval_s * vote.pairs_per_look
+            for nodes in vote.in_turn():
+                subject = vote.subject(nodes, now, self._interval_s)
+                effects += self._test(vote, subject, nodes, interval_s if subject.is_pair else self._interval_s, now)
             for node, epochs in vote.proven():
-                if self._told.get(node, node.hello.proven) != epochs:
+                told = self._told.get(node, node.hello.proven)
+                if told is not epochs and told != epochs:
                     self._told[node] = epochs
                     effects.append(TellProven(node, epochs))
         return effects
@@ -384,8 +447,8 @@ class PairHealth:
 
         Pairs and nodes that are ready need no hurry: they wait for their next turn.
         """
-        subjects = [each for vote in self._votes.values() for each in vote.subjects.values()]
-        full = [each for each in subjects if each.was_full and not each.is_ready]
+        full = [each for each in self._full if each.was_full and not each.is_ready]
+        self._full.clear()
         for subject in full:
             subject.retry_at = now
         return self.look(now) if full else []
@@ -438,22 +501,23 @@ class PairHealth:
         if request.rid in self._runs:
             _, subject = self._runs.pop(request.rid)
             subject.canary, subject.was_full, subject.retry_at = None, True, now + FULL_RETRY_S
+            self._full[subject] = None
             subject.is_doubted |= subject.was_doubted
 
-    def _test(self, vote: _Vote, subject: _Subject, nodes: Pinned, now: float) -> list[Effect]:
-        """Start a canary on these nodes if one is due."""
-        if subject.canary is not None or now < subject.retry_at or not self._is_due(subject, nodes, now):
+    def _test(self, vote: _Vote, subject: _Subject, nodes: Pinned, interval_s: float, now: float) -> list[Effect]:
+        """Start a canary on these nodes if one is due, after `interval_s` without a request if they are ready."""
+        if subject.canary is not None or now < subject.retry_at or not self._is_due(subject, nodes, interval_s, now):
             return []
         subject.retry_at = now + RETRY_S
         subject.was_doubted, subject.is_doubted, subject.was_full = subject.is_doubted, False, False
         subject.canary = Canary(vote.prompt, nodes)
         return [self._start(vote, subject, subject.canary, now)]
 
-    def _is_due(self, subject: _Subject, nodes: Pinned, now: float) -> bool:
+    def _is_due(self, subject: _Subject, nodes: Pinned, interval_s: float, now: float) -> bool:
         """Return whether these nodes need a canary, and no other router is about to send it."""
         if subject.is_doubted:
             return True
-        due_at = max(subject.told_at, subject.worked_at + self._interval_s) if subject.is_ready else subject.told_at
+        due_at = max(subject.told_at, subject.worked_at + interval_s) if subject.is_ready else subject.told_at
         wait_s = AWAITED_S if is_of_another(nodes, self._epoch) else 0.0
         return now >= due_at + wait_s
 

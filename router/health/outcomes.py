@@ -11,7 +11,7 @@ from ...metadata.wire.membership import TellCanary
 from ...metadata.wire.node_info import CanaryOutcome, CanaryToken
 from ...metadata.wire.request import MAX_TEXT
 from ..nodes.node import Node
-from ..waiting.queue import Pinned
+from ..waiting.entry import Pinned
 from .canary import Prompt
 from .verdicts import Answer, Token
 

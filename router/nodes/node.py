@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ...metadata.bus.liveness import late_s
@@ -150,8 +150,8 @@ class Node:
 
     @property
     def choice_room(self) -> int:
-        """How many choices of one request the node can take at most: all of them use one of its pools."""
-        return min(self.max_running - self.num_units, self.max_running // self.hello.capacity.num_pools)
+        """How many more choices the node can take."""
+        return self.max_running - self.num_units
 
     @property
     def max_running(self) -> int:
@@ -252,7 +252,7 @@ class Node:
         any more."""
         self._load = load
         self._reported_at = now
-        if self._full_since is not None and (load.room > self._refused_at_room or load.running == 0):
+        if self._full_since is not None and (load.free_pages > self._refused_at_room or load.running == 0):
             self._full_since = None
 
     def complete(self) -> None:
@@ -303,11 +303,8 @@ class Node:
 
     @property
     def room(self) -> int:
-        """The most free pages that one request can get there, when reservations under way have theirs."""
-        pools = [rank.free_pages for rank in self._load.ranks]
-        if not pools:
-            return self._load.free_pages - self._pledged_pages
-        return largest_room(pools, (held.pledge * len(held.choices) for held in self._held.values() if held.pledge))
+        """The pages that are free when reservations under way have theirs."""
+        return self._load.free_pages - self._pledged_pages
 
     def room_for(self, num_tails: int) -> int:
         """Return the most free pages that one request can get there, if it needs so many tail pages, too: 0 if these
@@ -350,7 +347,7 @@ class Node:
     def refuse(self, now: float) -> None:
         """The node had no room. It is asked again when it shows more room, or after a while."""
         self._full_since = now
-        self._refused_at_room = self._load.room
+        self._refused_at_room = self._load.free_pages
 
     def make_room(self, load: Load, now: float) -> None:
         """The node said that it has room again."""
@@ -442,14 +439,6 @@ class Node:
         protocol = agreed(self.protocols, other.protocols) or 0
         hello = self.hello
         return Peer(node_id=hello.node_id, epoch=hello.epoch, data_address=hello.data_address, protocol=protocol)
-
-
-def largest_room(pools: Sequence[int], pledges: Iterable[int]) -> int:
-    """Return the free pages of the largest pool of a node, if each pledge of pages goes to the largest pool then."""
-    left = list(pools)
-    for num_pages in pledges:
-        left[left.index(max(left))] -= num_pages
-    return max(left)
 
 
 class NodeGroup:
@@ -558,4 +547,4 @@ class NodeGroup:
 
     def most_pages(self, role: Role) -> int:
         """Pages of the largest pool of a role."""
-        return max((node.hello.capacity.request_pages for node in self.live(role)), default=0)
+        return max((node.hello.capacity.num_pages for node in self.live(role)), default=0)

@@ -10,10 +10,6 @@ that it cannot be paired with because they had another configuration. The regist
 those nodes sent another heartbeat (refused), or when all of them are lost (welcomed).
 
 The registry also keeps the tokenizers, one per digest. It asks a welcomed node for the file if its group has none.
-
-An operator takes nodes out of service and puts them back. They stay joined, so that a drain can be undone. A drain
-belongs to the name of a node. A node that dies, or loses the router, and comes back is still drained. If a node
-announces that it leaves, somebody has stopped it on purpose. This ends the drain: the next node of that name serves.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ...metadata.bus.liveness import Change, PeerLiveness
@@ -31,7 +27,6 @@ from ...metadata.handoff.schema import schema
 from ...metadata.logs import Throttle
 from ...metadata.wire.frames import apart
 from ...metadata.wire.membership import (
-    Cordon,
     Heartbeat,
     Hello,
     HelloAgain,
@@ -41,12 +36,9 @@ from ...metadata.wire.membership import (
     Welcome,
 )
 from ...metadata.wire.messages import ToNode
-from ...metadata.wire.node_info import Service
 from ...metadata.wire.protocol import PROTOCOL_MIN, agreed, is_newer
 from ...metadata.wire.request import MAX_TEXT
-from ..errors import Conflict, NotFound
 from ..text.tokenizer import TextTokenizer
-from .availability import drain_words
 from .mismatch import incompatible_nodes, missing_partner, refusal
 from .node import GroupKey, Node, NodeGroup
 from .node_history import LOSS_WORDS, Loss, NodeHistories
@@ -294,6 +286,9 @@ class Registry:
             self.lose(namesake, "replaced", now)
         if agreed(hello.protocols) is None:
             return _Obstacle(apart(hello.protocols), math.inf)
+        if (num_pools := hello.capacity.num_pools) > 1:
+            reason = f"its {num_pools} ranks are one node, as in protocol 6: start it from a newer release"
+            return _Obstacle(reason, math.inf)
         incompatible = incompatible_nodes(hello, self.groups.get(_key_of(hello)), self.nodes.values())
         return _Obstacle(refusal(hello, incompatible), incompatible[0].last_seen) if incompatible else None
 
@@ -327,99 +322,3 @@ def _key_of(hello: Hello) -> GroupKey:
         hello.model.name,
         hello.model.tokenizer_digest,
     )
-
-
-_SAYS = {True: "drained by an operator", False: "put back by an operator"}
-
-
-class Drains:
-    """Names of the nodes that operators drain. `nodes` is a view of the nodes that have joined.
-
-    A node is told, and tells all its routers. Until its heartbeat says what it was told here, that is told again, and
-    what the heartbeat says does not count. Nodes of older releases are drained at this router alone."""
-
-    def __init__(self, nodes: Mapping[bytes, Node]) -> None:
-        self._nodes = nodes
-        self._names: set[str] = set()
-        self._told: dict[bytes, bool] = {}  # by routing id: whether it is cordoned, not confirmed by a heartbeat yet
-
-    def begin(self, node_id: str, evict_at: float) -> None:
-        """Give the node, or all ranks of the group, no new work. At `evict_at` its unfinished work moves elsewhere.
-        Raises NotFound."""
-        nodes = self._nodes_of(node_id)
-        self._names.add(nodes[0].unit)
-        for node in nodes:
-            node.cordon(evict_at)
-            self._told[node.routing_id] = True
-        logger.info("node %s (%s) drains: an operator has asked for it", nodes[0].unit, nodes[0].role)
-
-    def undo(self, node_id: str) -> list[Node]:
-        """Let the node, or all ranks of the group, take requests again, and return them. Raises NotFound, and Conflict
-        if the node itself said that it leaves."""
-        is_known = node_id in self._names
-        self._names.discard(node_id)
-        try:
-            nodes = self._nodes_of(node_id)
-        except NotFound as error:
-            if is_known:  # it was lost while it drained: it will take requests when it comes back
-                raise NotFound(f"{error}; it will not drain when it comes back") from None
-            raise
-        self._names.discard(nodes[0].unit)
-        for node in nodes:
-            node.uncordon()
-            self._told[node.routing_id] = False
-            if node.is_leaving:
-                raise Conflict(f"{drain_words(node)}; that cannot be undone")
-        logger.info("node %s (%s) takes requests again", nodes[0].unit, nodes[0].role)
-        return nodes
-
-    def joined(self, node: Node) -> None:
-        """A node has joined. If it was drained when it was lost, it still is."""
-        if node.unit in self._names and not node.is_cordoned:
-            node.cordon()
-            self._told[node.routing_id] = True
-            logger.info("node %s (%s) has come back; it drains still", node.node_id, node.role)
-
-    def to_tell(self) -> list[tuple[Node, bool]]:
-        """Return the nodes that have not confirmed whether they are cordoned. To be called several times per second."""
-        self._told = {peer: value for peer, value in self._told.items() if peer in self._nodes}
-        told = [(self._nodes[peer], value) for peer, value in self._told.items()]
-        return [(node, value) for node, value in told if node.knows(Cordon)]
-
-    def heard(self, node: Node, service: Service, evict_at: float) -> bool:
-        """A node says whether it is cordoned: an operator may have asked another router for it. Its unfinished work
-        moves elsewhere at `evict_at`. Return whether it takes requests again."""
-        told = self._told.get(node.routing_id)
-        if told is not None:
-            if told == service.is_cordoned:
-                del self._told[node.routing_id]
-            return False
-        if service.is_cordoned == node.is_cordoned:
-            return False
-        logger.info("another router says: %s (%s) is %s", node.unit, node.role, _SAYS[service.is_cordoned])
-        if service.is_cordoned:
-            self._names.add(node.unit)
-            node.cordon(evict_at)
-        else:
-            self._names.discard(node.unit)
-            node.uncordon()
-        return not service.is_cordoned
-
-    def left(self, node: Node) -> None:
-        """A node has left by its own word."""
-        self._names.discard(node.unit)
-
-    def due(self, now: float) -> list[Node]:
-        """Return the nodes whose time is over, once each, and only when another node could take their work."""
-        due = [node for node in self._nodes.values() if node.must_evict(now) and node.group.live(node.role)]
-        for node in due:
-            node.evicted()
-        return due
-
-    def _nodes_of(self, name: str) -> list[Node]:
-        """Return the node of this name, or the ranks of the group of this name or with such a rank."""
-        for node in self._nodes.values():
-            if name in (node.node_id, node.unit):
-                return [other for other in self._nodes.values() if other.unit_key == node.unit_key]
-        names = ", ".join(sorted({node.unit for node in self._nodes.values()})) or "none"
-        raise NotFound(f"node {name!r} is not here; joined are: {names}")

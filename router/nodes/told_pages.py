@@ -5,8 +5,8 @@
                                                 '-- a heartbeat counts changes that no batch tells within LATE_S: late
 
 While news is late or not whole, the router places by load. It does not know what the node has lost since, and a guess
-would bring prompts to a node that computes them all the same. Of a node that has told nothing yet, or cannot, the
-router guesses (placement/affinity.py).
+would bring prompts to a node that computes them all the same. Of any other node the router also
+expects the pages of the prompts that it got a moment ago (placement/affinity.py).
 """
 
 from __future__ import annotations

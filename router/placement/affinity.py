@@ -1,12 +1,11 @@
-"""Affinity: PrefixAffinity remembers which leading pages of prompts each node was given. SessionAffinity knows which
-nodes served a client's session last.
+"""Affinity: ExpectedPages remembers which leading pages of prompts each node was given a little while ago.
+SessionAffinity knows which nodes served a client's session last.
 
-A node that tells its cached pages (nodes/told_pages.py) tells them a little after it was given their prompt. In between
-the router expects them. Of a node that tells nothing, all that it was given is a guess."""
+A node tells its cached pages (nodes/told_pages.py) a little after it was given their prompt. In between the router
+expects them."""
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from itertools import islice
@@ -16,7 +15,7 @@ MAX_KNOWN_PAGES = 32768  # remembered per node
 MAX_SESSIONS = 32768  # remembered per role
 
 
-class PrefixAffinity:
+class ExpectedPages:
     """Leading pages that each node was given, by name, and when. Bounded; those given longest ago are forgotten
     first."""
 
@@ -24,7 +23,7 @@ class PrefixAffinity:
         self._max_pages = max_pages
         self._known: dict[Hashable, OrderedDict[int, float]] = {}
 
-    def num_matched(self, node: Hashable, names: Iterable[int], since: float = -math.inf) -> int:
+    def num_matched(self, node: Hashable, names: Iterable[int], since: float) -> int:
         """Return how many leading pages of a prompt the node was given at or after `since`."""
         known = self._known.get(node)
         num_pages = 0
@@ -34,7 +33,7 @@ class PrefixAffinity:
             num_pages += 1
         return num_pages
 
-    def note(self, node: Hashable, names: Iterable[int], now: float, since: float = -math.inf) -> None:
+    def note(self, node: Hashable, names: Iterable[int], now: float, since: float) -> None:
         """The node gets a prompt with these pages. Nobody will ask for those given before `since`."""
         known = self._known.setdefault(node, OrderedDict())
         for page in reversed(list(islice(names, MAX_NOTED_PAGES))):  # the first page is the last to be forgotten

@@ -9,7 +9,8 @@ the prompts. If the prompt is local, or if either role may compute it, prompt_pl
 which the request has not failed yet come first. A node that ran out of memory for the request gets it again only if no
 other node of the role could take it, however busy they are.
 
-The functions `..._reason` tell why a node was chosen, from the figures that were compared. Traces keep these words.
+node_choice.py and prompt_placement.py compare the figures of nodes, and say why one was chosen. Traces keep these
+words.
 
 Nodes compute prompts in the order in which they get them. So where several tenants share a group, prompts wait in the
 router, whose order is fair, and a node of either role gets the next one shortly before it has none left to compute.
@@ -17,71 +18,34 @@ router, whose order is fair, and a node of either role gets the next one shortly
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
-from ...metadata.cache.names import PromptNames
 from ...metadata.wire.node_info import Lender
 from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
-from ..requests.request import Sequence as Output
-from ..waiting.queue import Entry
-from .affinity import PrefixAffinity, SessionAffinity
+from ..waiting.entry import Entry
+from .affinity import ExpectedPages, SessionAffinity
+from .node_choice import (
+    DecodeFigures,
+    PrefillFigures,
+    choose_decode,
+    choose_prefill,
+    decode_reason,
+    only_reason,
+    prefill_reason,
+)
 from .prompt_placement import (
-    LOAD_ROUNDS,
-    SESSION_SLACK,
     LocalFigures,
     RemoteFigures,
     choose_local,
-    load_reason,
     local_reason,
     place_sooner,
     remote_reason,
-    tokens_reason,
 )
 
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
 EXPECTED_S = 2.0  # a node tells pages so soon after it has computed them
-
-
-class DecodeFigures(NamedTuple):
-    """Figures by which `choose_decode` compares decode nodes."""
-
-    room: int  # free pages of its largest pool, without those of reservations under way
-    num_running: int  # with reservations under way
-    max_running: int
-    is_full: bool  # it refused, and has not shown more room since
-    is_sessions: bool = False  # it served the request's session last
-    cached_share: float = 0.0  # of the prompt, in its prefix cache
-    handoff_s: float = 0.0  # of a prompt, in the mean; 0: unknown
-    round_s: float = 0.0  # 0: unknown
-
-    @property
-    def slack(self) -> float:
-        """The share of its places by which the node may be fuller than others, SESSION_SLACK at most: for the session
-        that it served last, or as many sequences as cost what the cached pages save of the handoff."""
-        if self.is_sessions:
-            return SESSION_SLACK
-        if not self.handoff_s or not self.round_s:
-            return SESSION_SLACK * self.cached_share
-        saved_s = self.handoff_s * self.cached_share
-        return min(SESSION_SLACK, saved_s / (LOAD_ROUNDS * self.round_s * self.max_running))
-
-    @property
-    def load(self) -> float:
-        """The share of its places that are taken, less the slack."""
-        return self.num_running / self.max_running - self.slack
-
-
-class PrefillFigures(NamedTuple):
-    """Figures by which `choose_prefill` compares prefill nodes."""
-
-    queued_tokens: int  # prompt tokens still to compute
-    num_queued: int
-    max_queued: int
-    cached_tokens: int  # of this prompt, in its prefix cache
-    is_sessions: bool = False  # it served the request's session last
 
 
 class Chosen(NamedTuple):
@@ -102,6 +66,19 @@ class Place(NamedTuple):
     decode_reason: str = ""
 
 
+class UsablePairs:
+    """The pairs of a group that may get requests. They are looked for while they are read: most readers need one."""
+
+    def __init__(self, group: NodeGroup, is_usable: Callable[[Node | None, Node | None], bool]) -> None:
+        self._group, self._is_usable = group, is_usable
+
+    def __iter__(self) -> Iterator[tuple[Node, Node]]:
+        return (pair for pair in self._group.pairs() if self._is_usable(*pair))
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+
 class Placement:
     """Chooses nodes. `is_usable(prefill, decode)` says whether a pair may get requests; decode is None if the prefill
     node answers alone, prefill is None if the decode node computes the prompt. `is_shared(group)`: several tenants use
@@ -114,12 +91,12 @@ class Placement:
     ) -> None:
         self._is_usable, self._is_shared = is_usable, is_shared
         self._held: set[NodeGroup] = set()
-        self._affinity = PrefixAffinity()
+        self._expected = ExpectedPages()
         self._prefill_sessions, self._decode_sessions = SessionAffinity(), SessionAffinity()
 
-    def usable_pairs(self, group: NodeGroup) -> list[tuple[Node, Node]]:
+    def usable_pairs(self, group: NodeGroup) -> UsablePairs:
         """Return the pairs of a group that may get requests."""
-        return [pair for pair in group.pairs() if self._is_usable(*pair)]
+        return UsablePairs(group, self._is_usable)
 
     def usable_alone(self, group: NodeGroup) -> list[Node]:
         """Return the decode nodes of a group that may get local prompts."""
@@ -159,7 +136,7 @@ class Placement:
         probably compute."""
         num_uncached = self._num_uncached(node, entry, now)
         node.begin_prompt(entry.request.rid, attempt, num_uncached, now)
-        self._affinity.note(node.routing_id, entry.names, now, _expected_since(node, now))
+        self._expected.note(node.routing_id, entry.names, now, _expected_since(node, now))
         if node.role == "prefill":
             self._prefill_sessions.note(entry.request.session, node.routing_id)
         return num_uncached
@@ -189,20 +166,11 @@ class Placement:
         """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
         self._decode_sessions.note(entry.request.session, decode.routing_id)
         if entry.request.group.may_compute_locally:
-            self._affinity.note(decode.routing_id, entry.names, now, _expected_since(decode, now))
-
-    def has_generated(self, decode: Node, output: Output, now: float) -> None:
-        """A decode node has finished a sequence. The next turn of its conversation finds the pages in its cache, which
-        the node tells, if it can."""
-        request = output.request
-        if request.group.may_compute_locally and decode.cache.state(now) == "none":
-            token_ids = [*request.prompt_ids, *output.received]
-            names = PromptNames(request.group.names, token_ids, request.cache_salt)
-            self._affinity.note(decode.routing_id, names, now)
+            self._expected.note(decode.routing_id, entry.names, now, _expected_since(decode, now))
 
     def forget_cache(self, node: Node) -> None:
         """The node is gone, or its prefix cache was emptied."""
-        self._affinity.forget(node.routing_id)
+        self._expected.forget(node.routing_id)
 
     # Who computes the prompt
 
@@ -319,7 +287,7 @@ class Placement:
         if state == "whole":
             num_pages = node.cache.num_matched(entry.names, entry.request.group.num_tails)
         if state != "late":
-            expected = self._affinity.num_matched(node.routing_id, entry.names, _expected_since(node, now))
+            expected = self._expected.num_matched(node.routing_id, entry.names, _expected_since(node, now))
             num_pages = max(num_pages, expected)
         return num_pages
 
@@ -448,86 +416,9 @@ class Placement:
         return compared or only_reason(role, len(request.group.live(role)), num_able, has_failed=has_failed)
 
 
-def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | None:
-    """Return the index of the least loaded node with room for `num_pages`, None if all are full. The session's node,
-    and one that has pages of the prompt, may be a little fuller (`DecodeFigures.slack`)."""
-    return min(
-        _with_room(figures, num_pages),
-        key=lambda index: (figures[index].load, -figures[index].room),
-        default=None,
-    )
-
-
-def decode_reason(figures: Sequence[DecodeFigures], num_pages: int, index: int) -> str:
-    """Return why `choose_decode` returned this index, "" if no other node has room."""
-    others = [figures[each] for each in _with_room(figures, num_pages) if each != index]
-    if not others:
-        return ""
-    chosen = figures[index]
-    without = [*others, chosen._replace(cached_share=0.0)]
-    if chosen.cached_share and not chosen.is_sessions and choose_decode(without, num_pages) != len(others):
-        least = min(others, key=lambda each: each.num_running / each.max_running)
-        return (
-            f"it has {chosen.cached_share:.0%} of the prompt in its prefix cache: {chosen.num_running} running of "
-            f"{chosen.max_running}, elsewhere {least.num_running} of {least.max_running}"
-        )
-    return load_reason(chosen, others)
-
-
-def _with_room(figures: Sequence[DecodeFigures], num_pages: int) -> list[int]:
-    return [
-        index
-        for index, node in enumerate(figures)
-        if not node.is_full and node.room >= num_pages and node.num_running < node.max_running
-    ]
-
-
-def choose_prefill(figures: Sequence[PrefillFigures], prompt_len: int) -> int | None:
-    """Return the index of the node with the fewest tokens to compute up to this prompt's end, None if all are full. The
-    node of the session counts as if it had the whole prompt in its cache."""
-    return min(
-        (index for index, node in enumerate(figures) if node.num_queued < node.max_queued),
-        key=lambda index: (_tokens_to_end(figures[index], prompt_len), figures[index].num_queued),
-        default=None,
-    )
-
-
-def prefill_reason(figures: Sequence[PrefillFigures], prompt_len: int, index: int) -> str:
-    """Return why `choose_prefill` returned this index, "" if no other node takes prompts."""
-    chosen = figures[index]
-    others = [each for number, each in enumerate(figures) if number != index and each.num_queued < each.max_queued]
-    if not others:
-        return ""
-    fewest = min(_tokens_to_end(each, prompt_len) for each in others)
-    num_tokens = _tokens_to_end(chosen._replace(is_sessions=False), prompt_len)
-    if chosen.is_sessions and num_tokens >= fewest:
-        return (
-            f"the session stays with its prefill node: {chosen.queued_tokens:,} tokens to compute before this prompt, "
-            f"elsewhere at least {fewest:,} up to its end"
-        )
-    tied = [each.num_queued for each in others if _tokens_to_end(each, prompt_len) == num_tokens]
-    prompts = f", and it has the fewest prompts: {chosen.num_queued}" if tied and chosen.num_queued < min(tied) else ""
-    return tokens_reason(num_tokens, [_tokens_to_end(each, prompt_len) for each in others]) + prompts
-
-
-def _tokens_to_end(node: PrefillFigures, prompt_len: int) -> int:
-    return node.queued_tokens + (0 if node.is_sessions else prompt_len - node.cached_tokens)
-
-
-def only_reason(role: Role, num_live: int, num_able: int, *, has_failed: bool) -> str:
-    """Return why a node was chosen that was compared with no other. `num_live`: nodes of its role that take new work.
-    `num_able`: those of them that could take the request, however busy. `has_failed`: the request failed on a node."""
-    if num_live <= 1:
-        return f"the only {role} node"
-    if num_able > 1:
-        return f"the only one of {num_able} {role} nodes that has room now"
-    failed = ", or the request failed there" if has_failed else ""
-    return f"the only one of {num_live} {role} nodes that can serve it: others are not ready or too small{failed}"
-
-
 def _expected_since(node: Node, now: float) -> float:
-    """Return since when a node was given the pages that it has not told yet; -inf: it tells none."""
-    return -math.inf if node.cache.state(now) == "none" else min(now - EXPECTED_S, node.oldest_prompt_at(now))
+    """Return since when a node was given the pages that it has not told yet."""
+    return min(now - EXPECTED_S, node.oldest_prompt_at(now))
 
 
 def _cached(node: Node, entry: Entry, num_uncached: int, now: float) -> str:

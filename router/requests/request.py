@@ -2,8 +2,8 @@
 
     Request    one prompt with n sequences, which share its prefill
     Sequence   one output: received ids -> text -> stop strings -> Delta
-    Attempt    one run of some sequences on a (prefill, decode) pair
-    Need       the pages, the context and the protocol that its nodes must have
+    Attempt    one run of some sequences on a (prefill, decode) pair (attempt.py)
+    Need       the pages, the context and the protocol that its nodes must have (need.py)
 
 Other nodes continue a request from its prompt, its received ids and its parameters. So nothing here depends on a node.
 Messages name a sequence by its index, `choice`.
@@ -13,16 +13,10 @@ from __future__ import annotations
 
 from array import array
 from collections import abc
-from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
-from msgspec import Struct
-
 from ...metadata.errors import BatonError, RequestError
-from ...metadata.handoff.schema.schema import PLAIN_ROUNDS_LEN, decode_len, pages_of, prefill_pages, tail_pages
-from ...metadata.wire.node_info import Lender
-from ...metadata.wire.protocol import PROTOCOL_MIN, fields_since
 from ...metadata.wire.request import (
     Ended,
     FinishReason,
@@ -33,43 +27,15 @@ from ...metadata.wire.request import (
     pack_ids,
 )
 from ..nodes.node import Node, NodeGroup
-from ..nodes.prompt_role import PromptPlace
 from ..tenants.fair_share import DEFAULT, UNSHARED, Share, Tenant
-from ..text.detokenizer import CONTEXT, StopStrings, TokenBytes, make_detokenizer, skipped_ids
+from ..text.detokenizer import CONTEXT, TokenBytes, make_detokenizer, skipped_ids
+from ..text.stop_strings import StopStrings
 from ..text.tokenizer import TextTokenizer
+from .attempt import Attempt, PairId, pair_of
+from .delta import Delta, TextOptions, TokenText
 from .trace import TraceRecorder
 
-PairId = tuple[bytes | None, bytes | None]  # routing ids of an attempt's prefill and decode node
-GRAMMAR_PROTOCOL = fields_since(SamplingParams)["grammar"]  # nodes of an older protocol would ignore a grammar
 MAX_AHEAD = 64  # messages kept per sequence while an earlier one is missing
-
-
-class TokenText(Struct, frozen=True):
-    """The text that appeared with a token. `is_draft`: it is an accepted draft; None: its node does not say."""
-
-    text: str
-    is_draft: bool | None
-
-
-class Delta(NamedTuple):
-    """New output of a sequence. `logprobs` and `drafts` have one entry per token if the client asked for them."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    drafts: abc.Sequence[TokenText] = ()
-
-
-class TextOptions(NamedTuple):
-    """Options for turning ids into text. Special tokens whose text is one of `markers` are in it in any case, since a
-    parser reads them."""
-
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special: bool = True
-    markers: frozenset[str] = frozenset()
 
 
 class Listener(Protocol):
@@ -90,63 +56,6 @@ class Nobody:
     def on_done(self, request: Request, /) -> None: ...
 
     def on_error(self, request: Request, error: BatonError, /) -> None: ...
-
-
-class Attempt:
-    """One run of some sequences on a pair of nodes. `decode` is None if the prefill node gives the last token alone,
-    `prefill` if the decode node computes the prompt itself."""
-
-    __slots__ = (
-        "admitted",
-        "ask_at",
-        "choices",
-        "decode",
-        "dispatched",
-        "is_learnt",
-        "lender",
-        "num_asks",
-        "num_uncached",
-        "number",
-        "place",
-        "placed_at",
-        "prefill",
-        "prefill_done",
-        "prefill_reason",
-        "sent_at",
-    )
-
-    def __init__(self, number: int, choices: set[int], prefill: Node | None, decode: Node | None, now: float) -> None:
-        self.number = number
-        self.choices = choices  # indices of the sequences that still run
-        self.prefill = prefill
-        self.decode = decode
-        self.place = PromptPlace("remote" if prefill is not None else "local", "never")  # who computes the prompt
-        self.prefill_reason = ""  # why it has this prefill node
-        self.dispatched = False  # it has its nodes: Prefill was sent if a prefill node takes part
-        self.prefill_done = prefill is None  # nothing comes from the node that computes the prompt, except tokens
-        self.admitted: set[int] = set()  # sequences whose pages have all arrived on the decode node
-        self.placed_at = self.sent_at = now
-        self.is_learnt = False  # its times have corrected the estimates of its role
-        self.lender: Lender | None = None  # from which the node that computes the prompt may borrow pages
-        self.num_uncached = 0  # prompt tokens that it will probably compute
-        self.num_asks = 0  # how often the decode node was asked for its pages
-        self.ask_at = now  # when it is asked again
-
-    @property
-    def pair(self) -> PairId:
-        """Routing ids of the nodes."""
-        return _pair_of(self.prefill, self.decode)
-
-    @property
-    def prompt_node(self) -> Node | None:
-        """The node that computes the prompt."""
-        return self.decode if self.prefill is None else self.prefill
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Nodes that may hold something of this attempt."""
-        legs = [self.prefill] if self.prefill is not None and self.dispatched and not self.prefill_done else []
-        return [*legs, self.decode] if self.decode is not None else legs
 
 
 class Ahead(NamedTuple):
@@ -549,7 +458,7 @@ class Request:
 
     def has_failed_on(self, prefill: Node | None, decode: Node | None) -> bool:
         """Whether an attempt failed on this pair."""
-        return _pair_of(prefill, decode) in self.failed_pairs
+        return pair_of(prefill, decode) in self.failed_pairs
 
     def note_out_of_memory(self, node: Node, attempt: Attempt) -> bool:
         """Record that a node ran out of memory for a choice of this attempt. Return whether the request may try again:
@@ -595,69 +504,3 @@ class Request:
             prompt_logprobs=self.needs_prompt_logprobs,
             marks_drafts=self.marks_drafts,
         )
-
-
-def _pair_of(prefill: Node | None, decode: Node | None) -> PairId:
-    return prefill and prefill.routing_id, decode and decode.routing_id
-
-
-class Need(NamedTuple):
-    """Pages and context that idle nodes must have to serve one choice of a request."""
-
-    prefill_pages: int
-    pages_per_choice: int  # added by each further choice on the prefill node
-    decode_pages: int | None  # None: no decode node is needed
-    context_len: int  # tokens of the prompt and of the longest output
-    local_pages: int = 0  # on a decode node that computes the prompt itself
-    num_tails: int = 0  # tail pages that a decode node needs beside either
-    tails_per_choice: int = 0  # added by each further choice on the prefill node, if the drafter has KV there
-    protocol: int = PROTOCOL_MIN  # nodes of an older one would ignore a part of the request
-
-    @classmethod
-    def of(cls, request: Request, choice: int, *, needs_decode: bool) -> Need:
-        """Return the need of a choice, with the tokens that it has received."""
-        layout = request.group.layout
-        prompt_len, page_size = len(request.prompt_ids), layout.page_size
-        num_tokens = prompt_len + len(request.sequences[choice].received)
-        one, two = (prefill_pages(num_tokens, count, page_size, layout.key_lookahead) for count in (1, 2))
-        context_len = prompt_len + request.params.max_tokens
-        if prompt_len == request.group.context_len and request.params.max_tokens == 1:
-            context_len = prompt_len  # a prompt that is scored alone fills the context
-        reserved_len = decode_len(num_tokens, PLAIN_ROUNDS_LEN, context_len)
-        num_pages, tails = pages_of(reserved_len, page_size), tail_pages(layout, num_tokens)
-        num_tails = num_pages - tails.start if tails else 0
-        protocol = PROTOCOL_MIN if request.params.grammar is None else GRAMMAR_PROTOCOL
-        decode_pages = num_pages if needs_decode else None
-        of_choice = two - one if layout.draft is not None and layout.draft.window else 0
-        return cls(one, two - one, decode_pages, context_len, num_pages, num_tails, of_choice, protocol)
-
-    def fits_prefill(self, node: Node) -> bool:
-        """Whether this prefill node could compute it when idle."""
-        return self.prefill_pages <= node.hello.capacity.request_pages and self._fits(node)
-
-    def fits_decode(self, node: Node) -> bool:
-        """Whether this decode node could generate it when idle."""
-        return (self.decode_pages or 0) <= node.hello.capacity.request_pages and self._fits(node)
-
-    def fits_local(self, node: Node) -> bool:
-        """Whether this decode node could compute the prompt and generate when idle."""
-        return self.local_pages <= node.hello.capacity.request_pages and self._fits(node)
-
-    def fits_any(self, pairs: Iterable[tuple[Node, Node]]) -> bool:
-        """Whether one of these pairs could serve it when idle."""
-        return any(self.fits_prefill(prefill) and self.fits_decode(decode) for prefill, decode in pairs)
-
-    def most_choices(self, prefill: Node | None) -> int:
-        """Return how many choices the prefill node has room for when idle. If it is None (the decode node computes the
-        prompt itself), there is no limit."""
-        if prefill is None or self.decode_pages is None or not self.pages_per_choice:
-            return 1 << 30
-        capacity = prefill.hello.capacity
-        most = 1 + (capacity.request_pages - self.prefill_pages) // self.pages_per_choice
-        if self.tails_per_choice:  # the prompt itself needs less than half of the tail pages (`tails_beside`)
-            most = min(most, 1 + capacity.num_tails // 2 // self.tails_per_choice)
-        return max(1, most)
-
-    def _fits(self, node: Node) -> bool:
-        fits = node.hello.capacity.max_running > 0 and self.context_len <= node.hello.model.context_len
-        return fits and self.protocol <= node.protocol

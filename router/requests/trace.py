@@ -30,7 +30,7 @@ from ...metadata.wire.messages import Admitted, PrefillDone
 from ...metadata.wire.request import Ended, FinishReason, PrefillTimes, PullTimes
 
 if TYPE_CHECKING:
-    from ..nodes.node import Node
+    from .attempt import Attempt
 
 MAX_SPANS = 64  # per sequence; of more, those after FIRST_SPANS are joined with the span before them
 FIRST_SPANS = 8
@@ -215,21 +215,15 @@ class RequestText(Struct, frozen=True, kw_only=True):
     most_tokens: int
 
 
-class AttemptLike(Protocol):
-    """The attributes of an attempt that a trace reads. The next two do the same for a sequence and a request."""
-
-    number: int
-    prefill: Node | None
-    decode: Node | None
-
-
 class SequenceLike(Protocol):
+    """The attributes of a sequence that a trace reads. The next class does the same for a request."""
+
     index: int
     received: list[int]
     finish_reason: FinishReason | None
 
     @property
-    def attempt(self) -> AttemptLike | None: ...
+    def attempt(self) -> Attempt | None: ...
 
 
 class RequestLike(Protocol):
@@ -280,7 +274,7 @@ class TraceRecorder:
         choices: Iterable[SequenceLike],
         name: Stage,
         now: float,
-        attempt: AttemptLike | None = None,
+        attempt: Attempt | None = None,
         reason: str = "",
     ) -> None:
         """End the open spans of some sequences and begin others. With an attempt, the node of a `prefill` is its

@@ -183,6 +183,28 @@ class ToolParser(ABC):
         self._raw += self._text[:length]
         self._text = self._text[length:]
 
+    def _pass_end(self, mark: str) -> bool:
+        """Drop the mark behind a call that has ended, if it is there. Return False if more text is needed to say so."""
+        rest = self._text.lstrip()
+        if rest.startswith(mark):
+            self._text = rest[len(mark) :]
+        elif mark.startswith(rest):
+            self._text = "" if self._is_last else self._text
+            return False
+        return True
+
+    def _end_broken(self, *ends: str, begin: str = "") -> str | None:
+        """Read a broken call up to the first of these marks, and report it. The mark `begin`, if there is one, stays,
+        since the next call begins there. Return the mark that was found, None if more text is needed."""
+        marks = (*ends, begin) if begin else ends
+        at, mark = min(((self._text.find(each), each) for each in marks if each in self._text), default=(-1, ""))
+        if at < 0:
+            self._consume(len(self._text) - possible_start(self._text, marks))
+            return None
+        self._consume(at + (0 if mark == begin else len(mark)))
+        self._call_broken(self._raw)
+        return mark
+
     def _call_begins(self, name: str) -> None:
         assert not self._is_open, f"call {self._num_calls} has not ended"
         self._events.append(CallBegin(self._num_calls, self._new_id(), name))

@@ -122,22 +122,13 @@ class Gemma4Parser(ToolParser):
         return self._is_last
 
     def _read_broken(self) -> bool:
-        ends = [(self._text.find(mark), mark) for mark in (END, BEGIN) if mark in self._text]
-        if not ends:
-            self._consume(len(self._text) - possible_start(self._text, (END, BEGIN)))
+        if self._end_broken(END, begin=BEGIN) is None:
             return False
-        at, mark = min(ends)
-        self._consume(at + (0 if mark == BEGIN else len(mark)))
-        self._call_broken(self._raw)
         self._at = _At.CONTENT
         return True
 
     def _read_behind(self) -> bool:
-        rest = self._text.lstrip()
-        if rest.startswith(END):
-            self._text = rest[len(END) :]
-        elif END.startswith(rest):
-            self._text = "" if self._is_last else self._text
+        if not self._pass_end(END):
             return False
         self._at = _At.CONTENT
         return True

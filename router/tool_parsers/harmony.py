@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from .base import Schema, ToolParser, possible_start
+from .base import Schema, ToolParser
 from .json_calls import arguments_rule
 from .json_text import JsonStatus, JsonValue
 
@@ -46,15 +46,11 @@ class HarmonyParser(ToolParser):
         if self._arguments is not None:
             return self._read_arguments(self._arguments)
         if self._is_open:
-            return self._skip_broken()
+            return self._end_broken(CALL) is not None
         if self._in_head:
             return self._read_head()
         if self._is_behind:
-            rest = self._text.lstrip()
-            if rest.startswith(CALL):
-                self._text = rest[len(CALL) :]
-            elif CALL.startswith(rest):
-                self._text = "" if self._is_last else self._text
+            if not self._pass_end(CALL):
                 return False
             self._is_behind = False
             return True
@@ -92,12 +88,4 @@ class HarmonyParser(ToolParser):
             self._is_behind = True
         if arguments.status is not JsonStatus.OPEN:
             self._arguments = None
-        return True
-
-    def _skip_broken(self) -> bool:
-        at = self._text.find(CALL)
-        self._consume(at + len(CALL) if at >= 0 else len(self._text) - possible_start(self._text, (CALL,)))
-        if at < 0:
-            return False
-        self._call_broken(self._raw)
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .base import Schema, possible_start
+from .base import Schema
 from .json_calls import JsonCallParser, call_rules
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -35,13 +35,9 @@ class HermesParser(JsonCallParser):
             self._read_call(self._call)
             return True
         if self._is_open:
-            return self._skip_broken()
+            return self._end_broken(END, begin=BEGIN) is not None
         if self._is_behind:
-            rest = self._text.lstrip()
-            if rest.startswith(END):
-                self._text = rest[len(END) :]
-            elif END.startswith(rest):
-                self._text = "" if self._is_last else self._text
+            if not self._pass_end(END):
                 return False
             self._is_behind = False
             return True
@@ -53,14 +49,3 @@ class HermesParser(JsonCallParser):
 
     def _after_call(self, *, is_whole: bool) -> None:
         self._is_behind = is_whole
-
-    def _skip_broken(self) -> bool:
-        """Read on to the end of a broken call."""
-        ends = [(self._text.find(mark), mark) for mark in (BEGIN, END) if mark in self._text]
-        if not ends:
-            self._consume(len(self._text) - possible_start(self._text, self.markers))
-            return False
-        at, mark = min(ends)
-        self._consume(at + (len(END) if mark == END else 0))
-        self._call_broken(self._raw)
-        return True

@@ -15,7 +15,7 @@ import secrets
 import string
 from collections.abc import Callable, Mapping
 
-from .base import Schema, possible_start
+from .base import Schema
 from .json_calls import JsonCallParser, arguments_rule, call_rules
 from .json_text import JsonStatus, JsonValue
 
@@ -60,7 +60,7 @@ class MistralParser(JsonCallParser):
             self._read_arguments(self._arguments)
             return True
         if self._is_open:
-            return self._skip_broken()
+            return self._end_broken(begin=BEGIN) is not None
         if self._in_list:
             return self._read_list()
         if self._is_marked:
@@ -121,11 +121,3 @@ class MistralParser(JsonCallParser):
             self._call_ends()
         if arguments.status is not JsonStatus.OPEN:
             self._arguments = None
-
-    def _skip_broken(self) -> bool:
-        at = self._text.find(BEGIN)
-        self._consume(at if at >= 0 else len(self._text) - possible_start(self._text, (BEGIN,)))
-        if at < 0:
-            return False
-        self._call_broken(self._raw)
-        return True

@@ -28,7 +28,7 @@ from enum import Enum, auto
 from typing import Any, cast
 
 from ..text.json_schema import referred
-from .base import MAX_NAME, Schema, ToolParser, possible_start
+from .base import MAX_NAME, Schema, ToolParser
 from .json_text import parsed
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -211,22 +211,14 @@ class Qwen3CoderParser(ToolParser):
             self._value += text
 
     def _read_broken(self) -> bool:
-        ends = [(self._text.find(mark), mark) for mark in (FUNCTION_END, END, BEGIN) if mark in self._text]
-        if not ends:
-            self._consume(len(self._text) - possible_start(self._text, (FUNCTION_END, END, BEGIN)))
+        mark = self._end_broken(FUNCTION_END, END, begin=BEGIN)
+        if mark is None:
             return False
-        at, mark = min(ends)
-        self._consume(at + (0 if mark == BEGIN else len(mark)))
-        self._call_broken(self._raw)
         self._at = _At.CONTENT if mark == BEGIN else _At.BEHIND
         return True
 
     def _read_behind(self) -> bool:
-        rest = self._text.lstrip()
-        if rest.startswith(END):
-            self._text = rest[len(END) :]
-        elif END.startswith(rest):
-            self._text = "" if self._is_last else self._text
+        if not self._pass_end(END):
             return False
         self._at = _At.CONTENT
         return True

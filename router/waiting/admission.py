@@ -24,8 +24,9 @@ from ..nodes.availability import no_node
 from ..nodes.node import ROLES, Node, NodeGroup
 from ..requests.request import Request
 from ..tenants.fair_share import DEFAULT, Tenant
+from .entry import Entry
 from .pace import Pace
-from .queue import Entry, WaitingQueue, turn_of
+from .queue import WaitingQueue, turn_of
 
 MARGIN_S = 0.15  # an answer's way through busy processes, counted as a part of its time
 PATIENCE_S = 0.25  # a request that has waited less is not given up as late: nodes may have room this moment
@@ -142,10 +143,9 @@ class Queues:
             if self.may_wait(group, now):
                 return
             raise no_node(f"no {missing[0]} node serves model {group.key.model!r} now", [group], missing)
-        pairs = list(group.pairs())
-        if entry.could_go_to(pairs, group.live("prefill"), group.local_nodes()):
+        if entry.could_go_to(group.pairs(), group.live("prefill"), group.local_nodes()):
             return
-        if entry.needs_decode and not pairs and not entry.is_local:
+        if entry.needs_decode and not any(True for _ in group.pairs()) and not entry.is_local:
             return
         num_pages = need.local_pages if entry.is_local else need.decode_pages or 0
         pages: dict[Role, int] = {"prefill": need.prefill_pages, "decode": num_pages}
@@ -233,7 +233,7 @@ class Queues:
     def stranded(
         self,
         group: NodeGroup,
-        pairs: list[tuple[Node, Node]],
+        pairs: Iterable[tuple[Node, Node]],
         why_unusable: Callable[[NodeGroup], str],
         now: float,
         decodes: Sequence[Node] = (),

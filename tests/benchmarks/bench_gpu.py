@@ -7,6 +7,10 @@
     python tests/benchmarks/bench_gpu.py --model models/30b --load-format planted:maker --only decode
     python tests/benchmarks/synthetic.py gpt-oss-20b models/oss --planted --config-only                 # MXFP4
     python tests/benchmarks/synthetic.py llama-3.1-8b models/blocks --planted --config-only --fp8-blocks
+    python tests/benchmarks/synthetic.py deepseek-v4-flash models/v4 --layers 32 --config-only --mtp    # random weights
+    python tests/benchmarks/bench_gpu.py --model models/v4 --load-format dummy --page-size 128 --context-len 135168
+        --drafter models/v4/mtp --speculative mtp --steps 3 --force-acceptance 0.79 0.65 0.37 --batches 1 8 64
+        --only decode rounds prefill contexts
 
 Prints one line per point, then Markdown tables, and writes JSON with --json FILE, and the main tables beside the best
 peer's figures with --figures DIR. If the model is planted, the generated text is compared with the known text
@@ -42,7 +46,7 @@ import torch
 from bench_adaptive import adaptive
 from bench_joint import joint
 from bench_prompts import LENGTHS, small_prompt
-from bench_sequences import CHUNK, Running, check, row_of, run_rounds, start, start_long, stop, store
+from bench_sequences import CHUNK, Running, check, force_acceptance, row_of, run_rounds, start, start_long, stop, store
 from gpu_figures import write_gpu_figures
 from harness import heading, tables
 from roofline import Limits, best_s, floor_s, measure_limits, state_flops, weight_bytes
@@ -52,7 +56,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.device import to_host
 from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import DraftShape
-from baton.engine.pace.joint_sizes import CHUNK_SIZES
+from baton.engine.pace.mixed_sizes import CHUNK_SIZES
 from baton.engine.progress import ProgressBar
 from baton.engine.ranks.cuda_group import CudaGroup
 from baton.engine.ranks.devices import orders, see
@@ -63,9 +67,11 @@ from baton.engine.rounds.rounds import Rounds
 from baton.engine.startup import tune_products
 from baton.engine.state.mapped_blocks import MappedBlocks
 from baton.engine.state.pages import Owner
+from baton.engine.state.tail_pages import most_tails
 from baton.engine.tuning.tuning import share_choices
 from baton.metadata.config import ProcessConfig
 from baton.metadata.garbage import Garbage
+from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.logs import setup_logging
 from baton.metadata.wire.request import SamplingParams
 
@@ -112,12 +118,15 @@ def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
     limits = measure_limits().of(options.tp)
     started = time.monotonic()
     engine = _load(options, ranks)
+    if options.force_acceptance:
+        force_acceptance(options.force_acceptance, engine.device)
     torch.cuda.synchronize()
     report: dict[str, Any] = {
         **heading(options.commit),
         "model": Path(options.model).name,
         "drafter": options.drafter and Path(options.drafter).name,
         "topk": options.topk,
+        "forced_acceptance": options.force_acceptance,
         "weights_format": options.quantization,
         "KV_format": options.kv_dtype,
         "num_layers": engine.model_config.num_layers,
@@ -146,6 +155,7 @@ def _measure(options: argparse.Namespace, ranks: Ranks) -> None:
     figures = {name: [shown(name, row) for row in parts[name]()] for name in chosen}
     report["checked_tokens"] = sum(row.get("checked_tokens", 0) for rows in figures.values() for row in rows)
     report |= figures
+    report["peak_GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     say("\n" + tables({"engine": report}))
     if options.figures:
         write_gpu_figures(options.figures, [report], " ".join(["python", *sys.argv]))
@@ -176,6 +186,7 @@ def _parts(
         ),
         "idle": lambda: (idle(engine, rounds, batch) for batch in options.batches if batch <= 64),
         "kernels": lambda: (kernels(engine, rounds, batch) for batch in options.batches),
+        "contexts": lambda: (context(engine, rounds, length, limits) for length in (8192, engine.context_len - 1024)),
         "rounds": lambda: (speculate(engine, rounds, batch) for batch in options.batches if batch <= 64),
         "adaptive": lambda: (
             {"kind": kind} | adaptive(engine, rounds, batch, params_of(kind))
@@ -360,7 +371,7 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
     run_rounds(rounds, sequences, rounds.shape.with_steps(0), 4)
     plain_s = run_rounds(rounds, sequences, rounds.shape.with_steps(0), 3 * NUM_STEPS // 8)
     row |= {"plain_ms": plain_s * 1e3, "checked_tokens": stop(engine, rounds, sequences)}
-    for steps in sorted({2, 3, rounds.shape.num_steps}):
+    for steps in sorted({1, 2, 3, rounds.shape.num_steps}):
         if steps not in rounds.shape.choices:
             continue
         shape, times, accepted = rounds.shape.with_steps(steps), list[float](), list[int]()
@@ -378,6 +389,26 @@ def speculate(engine: Engine, rounds: Rounds, batch: int) -> dict[str, Any]:
             f"k{steps}_speedup": (1 + mean) * plain_s / round_s,
         }
     return row
+
+
+def context(engine: Engine, rounds: Rounds, length: int, limits: Limits) -> dict[str, Any]:
+    """Time the prompt of one sequence of `length` tokens, and a step without drafts behind it. `MB`: what the sequence
+    holds of the pools. `latents_MB`: as many layers of latents of 512 and 64 numbers in 16 bits, as DeepSeek-V3 has."""
+    began = time.perf_counter()
+    sequences = [start_long(engine, rounds, length, 4 * NUM_STEPS + 64)]
+    prompt_s, shape = time.perf_counter() - began, rounds.shape.with_steps(0)
+    run_rounds(rounds, sequences, shape, 8)
+    step_s = statistics.median(run_rounds(rounds, sequences, shape, NUM_STEPS) for _ in range(3))
+    num_checked = stop(engine, rounds, sequences)
+    page_size, num_bytes = engine.pool.page_size, -(-length // engine.pool.page_size) * page_bytes(engine.schema)
+    if engine.tail_window:
+        most = most_tails(engine.held_window, rounds.shape.num_slots, page_size)
+        num_bytes += most * page_bytes(engine.schema, of_tails=True)
+    floor = floor_s(engine, 1, length, limits)
+    row = {"context": length, "prompt_s": prompt_s, "step_ms": step_s * 1e3, "floor_ms": floor * 1e3}
+    latents = engine.model_config.num_layers * 2 * (512 + 64) * length
+    row |= {"x_floor": step_s / floor, "MB": num_bytes / 1e6, "latents_MB": latents / 1e6}
+    return row | {"checked_tokens": num_checked}
 
 
 def prefill(engine: Engine, limits: Limits, num_prompts: int, num_tokens: int) -> dict[str, Any]:
@@ -519,6 +550,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--speculative", default="eagle3")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--topk", type=int, default=1, help="branches of a node; more than 1: trees")
+    forced = "accept the first, second, .. draft of a chain at this rate, if the one before is, whatever it is"
+    parser.add_argument("--force-acceptance", type=float, nargs="+", metavar="RATE", help=forced)
     parser.add_argument("--quantization", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--kv-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument("--load-format", default="safetensors", help="dummy, or planted:maker")
@@ -536,6 +569,7 @@ def _options() -> argparse.Namespace:
         "joint",
         "idle",
         "kernels",
+        "contexts",
         "rounds",
         "adaptive",
         "prefill",
@@ -545,7 +579,7 @@ def _options() -> argparse.Namespace:
         "offline",
         "long-offline",
     ]
-    usual = [name for name in names if name != "long-offline"]  # it takes minutes
+    usual = [name for name in names if name not in ("long-offline", "contexts")]  # one takes minutes, one a long pool
     parser.add_argument("--only", nargs="+", choices=names, default=usual)
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("--commit", help="of this tree, for the report (default: what git says)")

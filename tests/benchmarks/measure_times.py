@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, JointPoint, RoundPoint, Times, read
+from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, MixedPoint, RoundPoint, Times, read
 from baton.engine.checkpoint.model_config import DELTA_BLOCK, ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.config import MEMORY_SHARE, EngineConfig
@@ -71,9 +71,9 @@ def times_of(
     shared = sorted(set(systems) & set(alone))
     routers = sorted(systems[tokens]["ttft_ms_p50"] - alone[tokens] for tokens in shared)
     joints = [
-        JointPoint(row["batch"], row["tokens"], max(0.01, row["joint_ms"] - row["round_ms"]))
+        MixedPoint(row["batch"], row["tokens"], max(0.01, row["joint_ms"] - row["round_ms"]))
         for row in engine.get("joint", ())
-        if row["is_joint"] and not row["steps"]
+        if row["is_mixed"] and not row["steps"]
     ]
     about = f"at {engine['commit']} on {engine['date']}"
     return Times(

@@ -20,7 +20,7 @@ from planted import PLANTED, write_planted
 from planted_eagle3 import write_planted_eagle3
 from planted_models import small
 from roofline import Limits
-from synthetic import FP8_BLOCKS
+from synthetic import ARCHITECTURES, FP8_BLOCKS, with_layers, write_random_prediction_layer
 from tensor_files import write_config, write_tokenizer
 
 from baton.engine.config import EngineConfig
@@ -40,6 +40,7 @@ PARTS: dict[str, Part] = {
     "decode": lambda _, rounds: bench_gpu.decode(rounds.executor, rounds, 2, LIMITS),
     "mixed": lambda engine, rounds: bench_gpu.mixed(engine, rounds, 2, LIMITS),
     "joint": lambda engine, rounds: bench_gpu.joint(engine, rounds, 2, 16, rounds.shape.with_steps(0)),
+    "contexts": lambda engine, rounds: bench_gpu.context(engine, rounds, 300, LIMITS),
     "prefill": lambda engine, _: bench_gpu.prefill(engine, LIMITS, 2, 24),
     "long": lambda engine, _: bench_gpu.long_prompt(engine, LIMITS, 40),
     "small-prompts": lambda engine, _: bench_gpu.small_prompt(engine, 16),
@@ -113,3 +114,24 @@ def test_adaptive_drafting_is_measured_with_other_kinds_of_sampling(model: Path)
     row = run("adaptive with top_p", model, **HEAD, draft_model=str(model / "eagle3"))
     assert row["kind"] == "top_p" and row["checked_tokens"] == 0, "sampled text is not the planted one"
     assert sum(row["rounds_by_steps"].values()) > 0
+
+
+@pytest.mark.whole
+def test_entries_and_a_prediction_layer_are_measured_with_forced_acceptance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 128, "q_lora_rank": 128, "o_groups": 2}
+    sizes |= {"o_lora_rank": 128, "index_n_heads": 4, "n_routed_experts": 6, "moe_intermediate_size": 128}
+    fields = with_layers(ARCHITECTURES["deepseek-v4-flash"] | sizes | {"vocab_size": 1024}, 4)
+    config = write_config(tmp_path, fields)
+    write_tokenizer(tmp_path, config.vocab_size)
+    write_random_prediction_layer(tmp_path / "mtp", fields)
+    drafting: dict[str, Any] = {"speculative": "mtp", "draft_steps": 3, "draft_model": str(tmp_path / "mtp")}
+    monkeypatch.setattr(bench_sequences.round_module, "accept_chain", bench_sequences.round_module.accept_chain)
+    bench_sequences.force_acceptance([1.0, 1.0, 0.0], torch.device("cpu"))
+    row = run("rounds", tmp_path, **drafting, load_format="dummy")
+    assert [row[f"k{steps}_tokens_a_round"] for steps in (1, 2, 3)] == [2, 3, 3]
+    row = run("contexts", tmp_path, **drafting, load_format="dummy")
+    kept = 4 * (128 // 4 + 128 // 4 + 1)  # bytes per token: an index key and an entry of 4 tokens, an entry of 128
+    tail = 4 * (128 * 128 * 5 + 24 * 4 * (128 + 128) + 18 * 2 * 128)  # keys of five layers, inputs, sums
+    assert row["MB"] == 3 * (128 * kept + tail) / 1e6 and row["latents_MB"] == 4 * 2 * 576 * 300 / 1e6

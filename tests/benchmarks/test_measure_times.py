@@ -10,7 +10,7 @@ import pytest
 from measure_times import Pool, pool_of, times_of
 from published_configs import PUBLISHED, write_config
 
-from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, JointPoint, RoundPoint, read
+from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, MixedPoint, RoundPoint, read
 from baton.engine.checkpoint.read_config import read_model_config
 
 ENGINE: dict[str, Any] = {
@@ -29,9 +29,9 @@ ENGINE: dict[str, Any] = {
     ],
     "turns": [{"tokens": 256, "prefix": 15360, "ms": 12.5}],
     "joint": [
-        {"batch": 8, "tokens": 64, "steps": 0, "is_joint": True, "round_ms": 4.5, "joint_ms": 5.0},
-        {"batch": 8, "tokens": 64, "steps": 5, "is_joint": True, "round_ms": 7.5, "joint_ms": 9.0},
-        {"batch": 64, "tokens": 64, "steps": 0, "is_joint": False, "round_ms": 7.0, "joint_ms": 12.0},
+        {"batch": 8, "tokens": 64, "steps": 0, "is_mixed": True, "round_ms": 4.5, "joint_ms": 5.0},
+        {"batch": 8, "tokens": 64, "steps": 5, "is_mixed": True, "round_ms": 7.5, "joint_ms": 9.0},
+        {"batch": 64, "tokens": 64, "steps": 0, "is_mixed": False, "round_ms": 7.0, "joint_ms": 12.0},
     ],
 }
 SYSTEMS = {64: {"ttft_ms_p50": 9.0, "itl_ms_p50": 6.0}, 1024: {"ttft_ms_p50": 29.0, "itl_ms_p50": 9.0}}
@@ -48,7 +48,7 @@ def test_reports_become_times(tmp_path: Path) -> None:
         ChunkPoint(256, 12.5, history=15360),
     )
     assert times.handoffs == (HandoffPoint(64, 2.0), HandoffPoint(1024, 5.0)) and times.router_ms == 5.0
-    assert times.joints == (JointPoint(8, 64, 0.5),)
+    assert times.joints == (MixedPoint(8, 64, 0.5),)
     assert "c1" in times.sources[0] and times.context_len == 131072
     assert (times.pool_tokens, times.tail_sequences) == (1000, 7)
     (tmp_path / "t.json").write_bytes(msgspec.json.encode(times))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 from baton.router.nodes.prompt_role import PromptPlace
-from baton.router.waiting.queue import Entry
+from baton.router.waiting.entry import Entry
 
 Place = Literal["remote", "local", "mixed"]  # who computes the prompts; mixed: drawn for each
 PLACES: tuple[Place, ...] = get_args(Place)

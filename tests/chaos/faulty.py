@@ -324,7 +324,7 @@ def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to replace as (owner, name, value)."""
     from baton.engine.ranks import ranked_engine
     from baton.metadata.handoff.transports.registry import TRANSPORTS
-    from baton.router.waiting.queue import Entry
+    from baton.router.waiting.entry import Entry
 
     wire = FaultyWire(faults)
     yield bus, "wire", wire

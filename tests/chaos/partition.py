@@ -10,7 +10,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Literal
 
-Weather = Literal["fair", "slow", "held", "lossy", "cut"]
+Weather = Literal["fair", "slow", "held", "lossy", "cut", "hole"]  # hole: between hosts, for large packets
 
 
 class Line:

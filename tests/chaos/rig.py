@@ -82,13 +82,12 @@ class Rig(Cluster):
         self._places = seed if place == "mixed" else None
         self.nodes_wanted = tuple(nodes)
         self.has_tiers, self.files = has_tiers, directory / "files"
-        self.lines = Lines(seed)
         self.data_ports = {name: free_port() for name in nodes}
         self.plans: dict[str, Plan] = {}
         # each router as its clients see it; the rig itself is the first one's
         self.doors: dict[str, Cluster] = {ROUTERS[0]: self}
         for name in ROUTERS[1:num_routers]:
-            self.doors[name] = Cluster(directory, model, is_forked=True)
+            self.doors[name] = self._new_door(name)
             self.doors[name].processes = self.processes
         self.paths = {name: directory / f"{name}.plan" for name in (*self.doors, *self.nodes_wanted)}
         self.num_strikes = 0
@@ -97,11 +96,7 @@ class Rig(Cluster):
         self._welcomed: set[int] = set()  # process ids
         self.stopped: set[str] = set()
         self.struck: list[dict[str, Any]] = []  # strikes that happened
-        for name in self.nodes_wanted:
-            for router, door in self.doors.items():
-                self.lines.open((name, router), door.node_port)
-            for ends, port in self._data_lines(name).items():
-                self.lines.open(ends, port)
+        self.lines: Any = self._open_lines(seed)
         for name in self.paths:
             self.new_plan(name)  # before any process connects
         self.auditor = Auditor(self)
@@ -116,6 +111,20 @@ class Rig(Cluster):
         wait_until(lambda: not self.idle_lines(), lambda: f"connections through {self.idle_lines()}", SETTLE_S)
         self.auditor.start()
         return self
+
+    def _new_door(self, name: str) -> Cluster:
+        """Return a further router as its clients see it."""
+        return Cluster(self.directory, self.model, is_forked=True)
+
+    def _open_lines(self, seed: int) -> Any:
+        """Return the connections between the processes, which can be disturbed."""
+        lines = Lines(seed)
+        for name in self.nodes_wanted:
+            for router, door in self.doors.items():
+                lines.open((name, router), door.node_port)
+            for ends, port in self._data_lines(name).items():
+                lines.open(ends, port)
+        return lines
 
     def _data_lines(self, name: str) -> dict[tuple[str, ...], int]:
         """Return the ports to which a node opens data links, by the ends of the line that leads there."""
@@ -142,11 +151,25 @@ class Rig(Cluster):
         flags = [*NODE_FLAGS, "--num-pages", POOLS[role_of(name)], *self.flags]
         if self.has_tiers:
             flags += self._tier_flags(name)
-        flags += ["--router", ",".join(f"tcp://127.0.0.1:{self.lines[name, each].port}" for each in self.doors)]
+        flags += self._addresses(name)
         if name in RANKED:
             flags += [f"--{self.sharing}", str(self._num_ranks)]
-        flags += ["--bind-host", f"tcp://127.0.0.1:{self.data_ports[name]}"]
         self.start_node(role_of(name), name, *flags)
+
+    def _addresses(self, name: str) -> list[str]:
+        """Return the flags of a process by which it meets the others."""
+        if name in self.doors:
+            door = self.doors[name]
+            return ["--port", str(door.http_port), "--node-address", door.node_address]
+        flags = ["--router", ",".join(f"tcp://127.0.0.1:{self.lines[name, each].port}" for each in self.doors)]
+        return [*flags, "--bind-host", f"tcp://127.0.0.1:{self.data_ports[name]}"]
+
+    def _redirected(self, name: str) -> dict[str, str]:
+        """Return the addresses that a process connects to by another one, its line."""
+        return {
+            f"tcp://127.0.0.1:{port}": f"tcp://127.0.0.1:{self.lines[ends].port}"
+            for ends, port in self._data_lines(name).items()
+        }
 
     def _tier_flags(self, name: str) -> list[str]:
         shares_pages = name in RANKED and self._num_ranks > 1 and self.sharing == "tp"  # such ranks have no files yet
@@ -203,13 +226,9 @@ class Rig(Cluster):
     def new_plan(self, name: str, **changes: Any) -> None:
         """Set a plan that redirects the connections through the lines and draws the places of prompts, with `changes`
         applied."""
-        ends = {
-            f"tcp://127.0.0.1:{port}": f"tcp://127.0.0.1:{self.lines[ends].port}"
-            for ends, port in self._data_lines(name).items()
-        }
         clock_s = self.plans[name].clock_s if name in self.plans else 0.0
         token_s = TOKEN_S if self.has_tiers else None
-        settings = {"connect": ends, "clock_s": clock_s, "places": self._places, "token_s": token_s}
+        settings = {"connect": self._redirected(name), "clock_s": clock_s, "places": self._places, "token_s": token_s}
         self.plan(name, Plan(**{**settings, **changes}))
 
     def new_faults(self) -> list[dict[str, Any]]:
@@ -252,9 +271,7 @@ class Rig(Cluster):
         self._start_router(name)
 
     def _start_router(self, name: str) -> None:
-        door = self.doors[name]
-        address = ["--port", str(door.http_port), "--node-address", door.node_address]
-        self.start_process(name, "router", *address, *self._router_flags)
+        self.start_process(name, "router", *self._addresses(name), *self._router_flags)
 
     def _wait_all_ready(self) -> None:
         for door in self.doors.values():

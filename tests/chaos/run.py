@@ -23,15 +23,17 @@ import traceback
 from collections.abc import Iterable, Iterator
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), *map(str, (Path(__file__).parents[1] / "support").glob("*"))]
 
 from drawn_places import PLACES  # noqa: E402
 from evidence import Evidence  # noqa: E402
+from host_rig import TRANSPORTS, HostRig, flags_of  # noqa: E402
 from models import ALGORITHMS, flags, known_answers, make_targets  # noqa: E402
 from play import Play, Result  # noqa: E402
 from rig import NODES, SHARINGS, Rig  # noqa: E402
-from scenarios import KINDS, RANKS, Scenario, generate  # noqa: E402
+from scenarios import KINDS, KINDS_OF_HOSTS, RANKS, Scenario, generate  # noqa: E402
 from streams import Stream  # noqa: E402
 from tally import Tally  # noqa: E402
 
@@ -46,6 +48,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="of one node per role; the other has one (default: 1)")
     parser.add_argument("--sharing", choices=SHARINGS, default="tp", help="how ranks share a model (default: tp)")
     parser.add_argument("--routers", type=int, default=1, help="that share the nodes, at most 2 (default: 1)")
+    parser.add_argument("--hosts", action="store_true", help="give each process a host of its own, joined by a switch")
+    parser.add_argument("--transports", nargs="*", help="of pages, by turns (default: all that the hosts can use)")
     parser.add_argument("--pause-file", type=Path, help="no scenario starts while this file exists")
     parser.add_argument("--work", type=Path, help="directory for checkpoints and logs (default: a temporary one)")
     parser.add_argument("--models", type=Path, help="directory written by models.py; several runs may share it")
@@ -56,7 +60,8 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     started, tally = time.monotonic(), Tally()
     tally.seeds.append(args.seed)
-    kinds = args.kinds or (KINDS if args.ranks == 1 else (*KINDS, *RANKS))
+    kinds = args.kinds or (KINDS_OF_HOSTS if args.hosts else KINDS if args.ranks == 1 else (*KINDS, *RANKS))
+    transports = args.transports or (TRANSPORTS if args.hosts else ("local", "zmq"))
     scenarios = generate(args.seed, NODES, tuple(kinds))
     until = started + 60 * args.minutes
     first = args.seed % len(args.algorithms)  # parallel runs start with different algorithms
@@ -66,8 +71,11 @@ def main() -> int:
             break
         some = itertools.islice(scenarios, args.each)
         some = _paused(some, args.pause_file)
-        ranks = {"num_ranks": args.ranks, "sharing": args.sharing, "num_routers": args.routers}
-        run_cluster(work, args.models or work, algorithm, round_number, args.seed, some, until, tally, args.out, ranks)
+        more: dict[str, Any] = {"num_ranks": args.ranks, "sharing": args.sharing, "num_routers": args.routers}
+        more["transport"] = transports[(args.seed + round_number) % len(transports)]
+        make_rig = HostRig if args.hosts else Rig
+        models = args.models or work
+        run_cluster(work, models, algorithm, round_number, args.seed, some, until, tally, args.out, make_rig, **more)
     tally.seconds = time.monotonic() - started
     tally.write(args.out)
     args.out.with_suffix(".md").write_text(tally.table() + "\n")
@@ -86,15 +94,17 @@ def _paused(scenarios: Iterable[Scenario], pause_file: Path | None) -> Iterator[
         yield scenario
 
 
-def run_cluster(work, models, algorithm, number, seed, scenarios, until, tally, out, ranks) -> None:
+def run_cluster(
+    work, models, algorithm, number, seed, scenarios, until, tally, out, make_rig, *, transport, **more
+) -> None:
     rng = random.Random(seed * 1000 + number)
     target = make_targets(models)[rng.random() < 0.5]
     answers = known_answers(target)
-    transport = rng.choice(("local", "zmq"))
     directory = work / f"cluster-{number}-{algorithm}"
-    place = rng.choice(PLACES)
-    node_flags = [*flags(algorithm, target), "--transport", transport]
-    rig = Rig(directory, target, node_flags, seed=seed * 1000 + number, place=place, has_tiers=True, **ranks)
+    places = [each for each in PLACES if each != "local" or make_rig is Rig]  # between hosts, pages travel
+    place = rng.choice(places)
+    node_flags = [*flags(algorithm, target), *flags_of(transport)]
+    rig = make_rig(directory, target, node_flags, seed=seed * 1000 + number, place=place, has_tiers=True, **more)
     print(f"--- {algorithm}, {target.parent.name}, {transport}, {place} prompts, {directory}", flush=True)
     scenario: Scenario | None = None
     evidence = Evidence(directory)

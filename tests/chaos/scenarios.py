@@ -20,6 +20,7 @@ PHASES = (
 )
 PROCESS = ("kill", "stop", "restart")
 PARTITIONS = ("partition slow", "partition held", "partition lossy", "partition cut")
+BETWEEN_HOSTS = ("partition slow", "partition lossy", "partition cut", "partition hole")
 FRAMES = ("drop", "duplicate", "reorder", "delay", "truncate", "flip", "full")
 PAGES = ("page flip", "page stale", "page slow")
 ROUTER = ("router kill", "router stop", "router restart")
@@ -28,6 +29,7 @@ EVICT = "evict"  # all cached pages that nobody uses leave the pool at once, tho
 OTHERS = ("clock", "router clock", "flood", "storm")
 RANKS = ("rank kill", "rank stop")  # of the nodes that have several
 KINDS = (*PROCESS, *PARTITIONS, *FRAMES, *PAGES, *FILES, EVICT, *ROUTER, *OTHERS)
+KINDS_OF_HOSTS = (*PROCESS, *BETWEEN_HOSTS, *FRAMES, *PAGES, *FILES, EVICT, *ROUTER, *OTHERS)
 
 # (role, phase): the event at which the fault injector strikes, and the most such events that may happen before
 EVENTS = {

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from drawn_places import Place
+from host_rig import TRANSPORTS, HostRig, flags_of
 from models import flags, known_answers, make_target
+from network import reason_against
 from play import Play
 from rig import Rig, Sharing
 from run import check_clean
@@ -101,6 +103,18 @@ TIERS_SET = (
 )
 
 
+# each process on a host of its own, with two routers
+HOSTS_SET = (
+    Scenario(0, 81, "partition cut", "pulling", "decode-0"),
+    Scenario(1, 82, "partition hole", "pulling", "prefill-0"),
+    Scenario(2, 83, "partition lossy", "decoding", "decode-1"),
+    Scenario(3, 84, "router kill", "decoding", "decode-0"),
+    Scenario(4, 85, "kill", "pulling", "prefill-0"),
+    Scenario(5, 86, "stop", "pulling", "decode-1"),
+    Scenario(6, 87, "page flip", "pulling", "decode-0"),
+)
+
+
 class Case(NamedTuple):
     """A cluster, and what happens in it."""
 
@@ -112,6 +126,7 @@ class Case(NamedTuple):
     has_keys: bool = False
     num_routers: int = 1
     has_tiers: bool = False
+    has_hosts: bool = False
 
 
 CASES = {
@@ -121,6 +136,10 @@ CASES = {
     "sealed": Case(SEALED_SET, "remote", "aes", has_keys=True),
     "nixl": Case(NIXL_SET, "remote", "nixl"),
     "routers": Case(ROUTERS_SET, "mixed", "auto", num_routers=2),
+    **{
+        f"hosts-{each}": Case(HOSTS_SET, "mixed", each, has_keys=True, num_routers=2, has_hosts=True)
+        for each in TRANSPORTS
+    },
     "tp": Case(RANK_SET, "remote", "zmq", num_ranks=2),
     "dp-attention": Case(OWN_RANK_SET, "mixed", "auto", num_ranks=2, sharing="dp-attention"),
 }
@@ -145,11 +164,15 @@ def test_streams_survive_with_their_tokens(case: Case, target: Path, answers: di
     if case.transport == "nixl" and not has_nixl():
         pytest.skip("needs nixl-cu13 or nixl-cu12")
     scenarios, tally = case.scenarios, Tally()
-    node_flags = [*flags("eagle", target), "--transport", case.transport]
-    node_flags += ["--plain-pages"] if case.transport == "nixl" else []
-    ranks: Any = {"num_ranks": case.num_ranks, "sharing": case.sharing, "has_keys": case.has_keys}
-    ranks |= {"num_routers": case.num_routers, "has_tiers": case.has_tiers}
-    rig = Rig(tmp_path / "cluster", target, node_flags, place=case.place, **ranks)
+    if case.has_hosts and (reason := reason_against()):
+        pytest.skip(reason)
+    node_flags = [*flags("eagle", target), *flags_of(case.transport)]
+    more: dict[str, Any] = {"place": case.place, "num_routers": case.num_routers, "has_tiers": case.has_tiers}
+    if case.has_hosts:
+        rig: Rig = HostRig(tmp_path / "cluster", target, node_flags, **more)
+    else:
+        more |= {"num_ranks": case.num_ranks, "sharing": case.sharing, "has_keys": case.has_keys}
+        rig = Rig(tmp_path / "cluster", target, node_flags, **more)
     try:
         rig.begin()
         check_clean(rig, answers)

@@ -23,7 +23,7 @@ from baton.decode_node.chunk_length import (
 )
 from baton.decode_node.round_clock import RoundSeconds
 from baton.engine.pace.draft_length import NO_DRAFTS
-from baton.engine.pace.joint_sizes import MAX_PROMPTS, JointSizes, joint_sizes
+from baton.engine.pace.mixed_sizes import MAX_PROMPTS, MixedSizes, mixed_sizes
 from baton.engine.pace.step_times import KEPT, ChunkCosts
 from baton.engine.work import BatchRow
 
@@ -160,10 +160,10 @@ def test_chunks_in_a_row_are_measured_together() -> None:
     budget = ChunkBudget(costs, RoundSeconds(0.5), 30, None)
     for _ in range(3):
         budget.end_alone(1, 0, alone, 4.5)
-    assert costs.seconds(30, 0, is_joint=False) == pytest.approx(2.0)
+    assert costs.seconds(30, 0, is_mixed=False) == pytest.approx(2.0)
 
 
-SIZES = JointSizes([size for size in joint_sizes([1, 2, 4, 8, 16, 32], NO_DRAFTS) if size.num_tokens <= 256])
+SIZES = MixedSizes([size for size in mixed_sizes([1, 2, 4, 8, 16, 32], NO_DRAFTS) if size.num_tokens <= 256])
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ SIZES = JointSizes([size for size in joint_sizes([1, 2, 4, 8, 16, 32], NO_DRAFTS
 def test_chunks_that_share_a_forward_have_the_lengths_that_it_is_prepared_for(
     round_s: float, max_gap_s: float | None, expected: tuple[int, int]
 ) -> None:
-    joint = {64: 0.0006, 128: 0.001, 256: 0.0025}
+    mixed = {64: 0.0006, 128: 0.001, 256: 0.0025}
     costs = ChunkCosts({16: 0.0045, 256: 0.0075, FULL: 0.0175})
-    costs.learn_joint(lambda num_tokens: joint[num_tokens], (64, 128, 256))
+    costs.learn_mixed(lambda num_tokens: mixed[num_tokens], (64, 128, 256))
     budget = ChunkBudget(costs, RoundSeconds(round_s), FULL, max_gap_s, SIZES)
     pace = budget.pace(1, 0, Queue(100))
     assert (pace.num_tokens, pace.every) == expected, pace
@@ -206,14 +206,14 @@ def test_chunks_that_share_a_forward_have_the_lengths_that_it_is_prepared_for(
 def test_a_chunk_that_shares_a_forward_delays_the_streams_as_little_as_it_can_in_all(
     queue: Queue, max_gap_s: float | None, num_tokens: int
 ) -> None:
-    joint = {64: 0.00165, 128: 0.00263, 256: 0.00506}  # beside 64 sequences of 8B on an H200
+    mixed = {64: 0.00165, 128: 0.00263, 256: 0.00506}  # beside 64 sequences of 8B on an H200
     costs = ChunkCosts({16: 0.00445, 256: 0.00739, FULL: 0.0241})
-    costs.learn_joint(lambda num_tokens: joint[num_tokens], (64, 128, 256))
+    costs.learn_mixed(lambda num_tokens: mixed[num_tokens], (64, 128, 256))
     budget = ChunkBudget(costs, RoundSeconds(0.007), FULL, max_gap_s, SIZES)
     pace = budget.pace(1, 0, queue)
     assert (pace.num_tokens, pace.every) == (num_tokens, 1), pace
     assert pace.is_within == (
-        0.007 + costs.seconds(num_tokens, 0, is_joint=pace.is_joint) <= (max_gap_s or 1.5 * 0.007)
+        0.007 + costs.seconds(num_tokens, 0, is_mixed=pace.is_mixed) <= (max_gap_s or 1.5 * 0.007)
     )
 
 
@@ -223,15 +223,15 @@ def test_the_rate_is_that_of_the_longest_chunk_within_the_bound() -> None:
 
 
 def sized_budget(max_gap_s: float | None, round_s: float = 0.0068) -> ChunkBudget:
-    """Return a budget that knows the times of both kinds of chunks: apart, 256 tokens take 7.5 ms, jointly 2.5 ms."""
+    """Return a budget that knows the times of both kinds of chunks: apart, 256 tokens take 7.5 ms, mixed 2.5 ms."""
     costs = ChunkCosts({16: 0.0045, 256: 0.0075, FULL: 0.0175})
-    costs.learn_joint(lambda num_tokens: {64: 0.0006, 128: 0.001, 256: 0.0025}[num_tokens], (64, 128, 256))
+    costs.learn_mixed(lambda num_tokens: {64: 0.0006, 128: 0.001, 256: 0.0025}[num_tokens], (64, 128, 256))
     return ChunkBudget(costs, RoundSeconds(round_s), FULL, max_gap_s, SIZES)
 
 
-def test_a_chunk_beside_a_round_without_a_joint_forward_has_the_length_that_its_own_forward_allows() -> None:
+def test_a_chunk_beside_a_round_without_a_mixed_forward_has_the_length_that_its_own_forward_allows() -> None:
     budget = sized_budget(0.0143)  # leaves 7.5 ms
-    assert budget.room(32, 0, Queue(5000)) == ChunkRoom(256, MAX_PROMPTS, is_joint=True)
+    assert budget.room(32, 0, Queue(5000)) == ChunkRoom(256, MAX_PROMPTS, is_mixed=True)
     assert budget.room(33, 0, Queue(5000)) == ChunkRoom(256), "no graph holds so many sequences"
     tighter = sized_budget(0.0120)  # leaves 5.2 ms
     assert tighter.room(32, 0, Queue(5000)).num_tokens == 256
@@ -241,17 +241,17 @@ def test_a_chunk_beside_a_round_without_a_joint_forward_has_the_length_that_its_
 def test_a_chunk_that_is_scored_has_the_length_that_its_own_forward_allows() -> None:
     budget = sized_budget(0.0120)
     scored = budget.room(8, 0, Queue(5000, is_scored=True))
-    assert not scored.is_joint and scored.num_tokens == budget.room(33, 0, Queue(5000)).num_tokens
+    assert not scored.is_mixed and scored.num_tokens == budget.room(33, 0, Queue(5000)).num_tokens
 
 
 def test_each_kind_of_forward_learns_from_its_own_chunks() -> None:
-    for num_streams, num_prompts, is_joint in ((8, MAX_PROMPTS, True), (8, MAX_PROMPTS + 1, False), (33, 1, False)):
+    for num_streams, num_prompts, is_mixed in ((8, MAX_PROMPTS, True), (8, MAX_PROMPTS + 1, False), (33, 1, False)):
         costs = ChunkCosts({16: 0.0045, FULL: 0.0175})
         budget = ChunkBudget(costs, RoundSeconds(0.0068), FULL, 0.0143, SIZES)
         for _ in range(KEPT):
             budget.end_beside(num_streams, 0, PromptTokens(256, 0, num_prompts), 0.0068 + 0.009)
-        assert costs.seconds(256, 0, is_joint=is_joint) == pytest.approx(0.009)
-        assert costs.seconds(256, 0, is_joint=False) == pytest.approx(0.009 if not is_joint else 0.007595, abs=1e-5)
+        assert costs.seconds(256, 0, is_mixed=is_mixed) == pytest.approx(0.009)
+        assert costs.seconds(256, 0, is_mixed=False) == pytest.approx(0.009 if not is_mixed else 0.007595, abs=1e-5)
 
 
 @pytest.mark.parametrize(("max_gap_s", "within_s"), [(0.0218, 0.0075), (0.030, 0.0116)])
@@ -259,7 +259,7 @@ def test_chunks_before_a_stream_that_starts_keep_the_operators_bound(max_gap_s: 
     budget = sized_budget(max_gap_s)
     num_tokens = budget.room(0, 0, Queue(5000)).num_tokens
     assert num_tokens == ChunkCosts({16: 0.0045, 256: 0.0075, FULL: 0.0175}).most_tokens(
-        within_s, 0, FULL, is_joint=False
+        within_s, 0, FULL, is_mixed=False
     )
     assert MAX_AHEAD * within_s + 0.0068 == pytest.approx(max_gap_s)
     assert budget.room(0, 0, Queue(5000, depth=0)).num_prompts is None

@@ -20,7 +20,7 @@ from thinned import halved, thinned
 from baton.decode_node.chunk_length import MAX_AHEAD
 from baton.engine.drafters.base import RoundRows
 from baton.engine.pace.draft_length import NO_DRAFTS, DraftShape
-from baton.engine.pace.joint_sizes import JointSizes
+from baton.engine.pace.mixed_sizes import MixedSizes
 from baton.engine.rounds.trees import Drafts
 from baton.engine.work import Recompute
 from baton.metadata.wire.messages import Cancel, Resend
@@ -136,7 +136,7 @@ def test_a_drafter_proposes_the_same_after_a_local_prompt(
     without_drafts: list[None] = []  # rounds to come
     scheduler = pair.decode.scheduler
     if not is_joined:
-        scheduler.joint = JointSizes(())
+        scheduler.mixed = MixedSizes(())
 
     def choose(*_: Any) -> DraftShape:
         if without_drafts:

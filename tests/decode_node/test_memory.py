@@ -17,7 +17,7 @@ from memory_limit import MemoryLimit
 from node_pair import NodePair, Result, node_pairs, params
 from thinned import thinned
 
-from baton.engine.pace.joint_sizes import JointSizes
+from baton.engine.pace.mixed_sizes import MixedSizes
 from baton.engine.work import MAX_MISSED, Recompute, Round, RoundWork
 from baton.metadata.errors import OutOfMemory
 from baton.metadata.wire.request import SamplingParams
@@ -204,7 +204,7 @@ def test_the_largest_local_prompt_ends_and_the_others_are_computed_again(overlap
     alone."""
     pair = make_pair(overlaps=overlaps)
     scheduler = pair.decode.scheduler
-    every_size, scheduler.joint = scheduler.joint, JointSizes(())
+    every_size, scheduler.mixed = scheduler.mixed, MixedSizes(())
     lens = [9, 24, 5]
 
     def serve(memory: MemoryLimit) -> tuple[list[Result], list[list[int]]]:
@@ -231,11 +231,11 @@ def test_the_largest_local_prompt_ends_and_the_others_are_computed_again(overlap
     memory = MemoryLimit()
     expected, rows = serve(memory)
     assert rows == [[8, 23, 4]]
-    for joint in (scheduler.joint, every_size):
-        scheduler.joint = joint
+    for mixed in (scheduler.mixed, every_size):
+        scheduler.mixed = mixed
         limited = MemoryLimit(memory.peak * 9 // 10)
         results, rows = serve(limited)
-        is_joined = joint is every_size
+        is_joined = mixed is every_size
         assert rows == ([] if is_joined else [[8, 23, 4], [8, 4]]) and limited.num_failures == (2 if is_joined else 1)
         assert results[1].failed is not None and "no memory left for 35 tokens of prompts" in results[1].failed.message
         assert [results[number].ids for number in (0, 2)] == [expected[number].ids for number in (0, 2)]

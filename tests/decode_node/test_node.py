@@ -182,7 +182,7 @@ def test_a_local_prompt_without_memory_ends_alone(
     sent = failures(pair, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(pair.decode.executor.engine, "compute", no_memory)
-        patch.setattr(pair.decode.executor, "_begin_jointly", no_memory)
+        patch.setattr(pair.decode.executor, "_begin_mixed", no_memory)
         pair.submit("local", PROMPT[::-1], WANTS, is_local=True)
         pair.run()
     assert [(each.unit.rid, each.code) for each in sent] == [("local", "out_of_memory")]

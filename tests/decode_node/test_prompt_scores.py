@@ -59,6 +59,7 @@ def assert_near(ours: tuple[TokenLogprobs, ...], theirs: tuple[TokenLogprobs, ..
         assert [one.logprob, *one.top_logprobs] == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["none", "eagle"])
 @pytest.mark.parametrize("at_once", [4, 1024])
 def test_they_are_those_of_a_prefill_node(

@@ -13,7 +13,7 @@ from baton.decode_node.scheduler import DecodeScheduler, StepPlan
 from baton.decode_node.sequence import PromptScores, Sequence
 from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import NO_DRAFTS, DraftShape
-from baton.engine.pace.joint_sizes import JointSize, JointSizes
+from baton.engine.pace.mixed_sizes import MixedSize, MixedSizes
 from baton.engine.work import MAX_MISSED, Accepted
 
 from .conftest import MakeSequence
@@ -117,7 +117,7 @@ def test_the_budget_limits_chunks_before_a_sequence_whose_pages_are_on_the_way(
 def test_a_chunk_that_is_to_share_a_forward_has_few_prompts_and_none_that_is_scored(
     make_scheduler: MakeScheduler, make_sequence: MakeSequence
 ) -> None:
-    rooms = [ChunkRoom(9, 2, is_joint=True)]
+    rooms = [ChunkRoom(9, 2, is_mixed=True)]
     scheduler = make_scheduler(budget=lambda *_: rooms[0])
     start(scheduler, make_sequence("stream", 5))
     for name in "abc":
@@ -129,7 +129,7 @@ def test_a_chunk_that_is_to_share_a_forward_has_few_prompts_and_none_that_is_sco
     assert [len(row.input_ids) for row in scheduler.plan().rows] == [3, 3, 2], "of 8 tokens at most"
     scheduler.running[2].prompt_scores = PromptScores(3)
     assert scheduler.plan().is_scored and len(scheduler.plan().rows) == 3
-    rooms[0] = ChunkRoom(9, None, is_joint=True)
+    rooms[0] = ChunkRoom(9, None, is_mixed=True)
     assert not scheduler.plan().is_scored and len(scheduler.plan().rows) == 1
 
 
@@ -185,9 +185,9 @@ def test_a_local_prompt_is_computed_in_chunks_beside_rounds(
 def test_a_sequence_takes_part_in_the_round_whose_forward_computes_its_last_chunk(
     make_scheduler: MakeScheduler, make_sequence: MakeSequence
 ) -> None:
-    sizes = [JointSize(num_seqs, shape, 8) for num_seqs in (1, 2) for shape in (NO_DRAFTS, DraftShape(3))]
-    joint = JointSizes(sizes, DraftShape(3))
-    scheduler = make_scheduler(chunk_tokens=8, shape=DraftShape(3), joint=joint)
+    sizes = [MixedSize(num_seqs, shape, 8) for num_seqs in (1, 2) for shape in (NO_DRAFTS, DraftShape(3))]
+    mixed = MixedSizes(sizes, DraftShape(3))
+    scheduler = make_scheduler(chunk_tokens=8, shape=DraftShape(3), mixed=mixed)
     first, second = (make_sequence(name, 13, is_local=True) for name in "ab")
     for local in (first, second):
         assert scheduler.reserve(local)
@@ -208,7 +208,7 @@ def test_a_sequence_takes_part_in_the_round_whose_forward_computes_its_last_chun
     second.num_missed, second.prompt_scores = 0, PromptScores(12)
     assert scheduler.plan().decoding == [first], "scores are collected before the round"
     second.prompt_scores = None
-    scheduler.joint = JointSizes(sizes[:2], DraftShape(3))
+    scheduler.mixed = MixedSizes(sizes[:2], DraftShape(3))
     assert scheduler.plan().decoding == [first], "no forward holds a round of two"
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from baton.deploy.plan import free_port
+from baton.deploy.up import free_port
 
 from .conftest import Server
 

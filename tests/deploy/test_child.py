@@ -22,7 +22,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent = textwrap.dedent(f"""
         import pathlib, sys, time
         from baton.deploy.child import Child, Command
-        from baton.deploy.plan import Command
+        from baton.deploy.up import Command
         child = Child(Command("decode-0", "decode", [sys.executable, "-c", {child!r}], {{}}),
                       pathlib.Path({str(tmp_path)!r}))
         child.start()

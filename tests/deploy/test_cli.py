@@ -153,7 +153,7 @@ def test_one_file_sets_all_commands(tmp_path: Path) -> None:
     assert "port = 81" in up
     decode = baton("decode", "--print-config", "--config", str(path)).stdout
     assert "max_running = 3" in decode
-    assert "page_size = 16" in decode, "[up] is for `baton up`"
+    assert "# page_size is not set" in decode, "[up] is for `baton up`"
 
 
 def test_the_router_command_imports_no_torch() -> None:
@@ -166,7 +166,7 @@ def test_the_router_command_imports_no_torch() -> None:
 
 def test_baton_up_finds_the_drafter_without_torch() -> None:
     code = (
-        "import argparse, sys; from baton.deploy import launcher; from baton.deploy.plan import make_plan;"
+        "import argparse, sys; from baton.deploy import launcher; from baton.deploy.up import make_plan;"
         "assert make_plan(argparse.Namespace(), {}, {}).settled().speculation.startswith('eagle');"
         "bad = {'torch', 'numpy', 'transformers', 'triton'} & set(sys.modules); assert not bad, bad"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.deploy.client import Client
-from baton.deploy.plan import free_port
+from baton.deploy.up import free_port
 from baton.metadata.errors import ConfigError, RequestError, Unavailable
 
 from .conftest import Server

@@ -14,7 +14,7 @@ import pytest
 
 from baton.deploy import cli
 from baton.deploy.explain import request_lines
-from baton.deploy.plan import free_port
+from baton.deploy.up import free_port
 from baton.metadata.wire.request import ChunkTimes, PrefillTimes, PullTimes
 from baton.router.requests.trace import Explanation, RecentRequests, RequestLine, RequestTrace, SequenceTrace, Span
 

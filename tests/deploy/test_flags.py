@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.config_file import print_tables
 from baton.deploy.flags import Parser, add_flag, by_name, resolve, settings_of, to_argv, to_environ
-from baton.deploy.plan import UpConfig
+from baton.deploy.up import UpConfig
 from baton.metadata.config import setting
 from baton.metadata.errors import ConfigError
 from baton.prefill_node.config import PrefillConfig

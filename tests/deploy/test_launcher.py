@@ -25,8 +25,8 @@ from baton.deploy import launcher, restarts
 from baton.deploy.child import Child, Command
 from baton.deploy.client import Client
 from baton.deploy.launcher import CurrentKey, Launcher
-from baton.deploy.plan import Plan, UpConfig, free_port
 from baton.deploy.terminal import Signals
+from baton.deploy.up import Plan, UpConfig, free_port
 from baton.metadata.errors import Unavailable
 from baton.prefill_node.config import PrefillConfig
 from baton.router.config import RouterConfig

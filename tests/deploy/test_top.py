@@ -19,7 +19,7 @@ from msgspec import structs
 
 from baton.deploy import cli, top
 from baton.deploy.client import Client
-from baton.deploy.plan import free_port
+from baton.deploy.up import free_port
 from baton.metadata.version import install_command
 from baton.router.http.page.types import LiveRequest, LiveWait, OwnedPages, Snapshot
 

@@ -29,6 +29,7 @@ NUM_TOKENS = 70
 # float32 rounds some number of FP8 the other way, rarely. FP8 tensor cores add with fewer bits (errors of 1.3e-4 of a
 # sum), so this is frequent, and some rows choose another expert. On a CPU an error of that size has the same effect.
 EXACT, ROUNDED, BY_TENSOR_CORES = (1e-3, 4e-3), (2e-3, 0.5), (0.3, 4.0)
+IN_16_BITS = (0.2, 4.5)  # each sum and each number between kernels is rounded; some rows choose another expert
 SENSITIVE = (0.8, 4.5)  # on a CPU, noise of 1e-4 in the embedding moves such logits by 0.74 (median) and 4.1 (maximum)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -159,6 +160,13 @@ def test_logits(name: str, checkpoint: Checkpoint) -> None:
     check_logits(checkpoint(family, **config), EXACT)
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "deepseek_v4"])
+def test_logits_in_16_bits(name: str, checkpoint: Checkpoint) -> None:
+    """Other kernels serve than in float32, with a family's own dtypes of norms, tables and states."""
+    family, config = FAMILIES.get(name, (name, {}))
+    check_logits(checkpoint(family, "bfloat16", **config), IN_16_BITS, dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
     ("config", "num_tokens", "chunks"),
     [({}, 70, [33, 1, 1, 20, 15]), (PUBLISHED_ENTRIES, 300, [100, 27, 1, 1, 130, 1, 40])],
@@ -205,9 +213,9 @@ def check_logits(
     small: Sequence[int] = (33, 1, 1, 20, 15),
     **settings: Any,
 ) -> None:
-    """Compare the logits of a prompt, whole and in small chunks, with those on the CPU."""
+    """Compare the logits of a prompt, whole and in small chunks, with those on the CPU in float32."""
     ids = torch.randint(1, 512, (num_tokens,), generator=torch.Generator().manual_seed(5)).tolist()
-    expected = logits(model, "cpu", ids, [num_tokens], **settings)
+    expected = logits(model, "cpu", ids, [num_tokens], **settings | {"dtype": "float32"})
     spread = float(expected.std())
     assert spread > 0.5
     for chunks in ([num_tokens], small):
@@ -219,13 +227,13 @@ def check_logits(
 
 def logits(model: Path, device: str, ids: list[int], chunks: Sequence[int], **settings: Any) -> torch.Tensor:
     """Return the logits of all tokens, [len(ids), vocab_size], on the CPU."""
-    config = EngineConfig(model=str(model), device=device, dtype="float32", num_pages=40, tune=False, **settings)
-    engine = Engine(config)
+    settings = {"dtype": "float32", "num_pages": 40, "tune": False} | settings
+    engine = Engine(EngineConfig(model=str(model), device=device, **settings))
     pages, tail = pages_for(engine.pool, len(ids))
     table = None if tail is None else tail.pages
     found: list[torch.Tensor] = []
     at = 0
     for num_new in chunks:
-        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new, tail=table)]).cpu())
+        found.append(engine.forward([BatchRow(ids[at : at + num_new], at, pages, num_new, tail=table)]).float().cpu())
         at += num_new
     return torch.cat(found)

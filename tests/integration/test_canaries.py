@@ -164,7 +164,7 @@ TAIL_POOLS = [  # by family: those of windows, of what entries are made of, and 
     *(("qwen3_5_text", name) for name in ("delta_states", "delta_rows")),
 ]
 UNSEEN = (
-    "heavy_inputs",
+    "heavy_sums",
     "sparse_inputs",
     "index_inputs",
     "delta_rows",

@@ -22,7 +22,7 @@ GROUPS = {
     "eagle3": ["--speculative", "eagle3", "--draft-steps", "5", ALWAYS],
     "mtp3": ["--speculative", "mtp", "--draft-steps", "3", ALWAYS],
 }
-IN_GATE = ("off", "eagle-tree", "mtp3")  # decode_node/test_matrix.py has all algorithms
+IN_GATE = ("off", "eagle-tree")  # decode_node/test_matrix.py has all algorithms
 TEXTS = [
     "import os\n\n\ndef main(",
     "class Node:\n    def __init__(self, left, right):\n        self.left = left\n",

@@ -15,7 +15,7 @@ from served import Served, Stream
 from served_nodes import computing, num_generated
 from thinned import thinned
 
-from baton.router.waiting.queue import Entry
+from baton.router.waiting.entry import Entry
 
 Start = Callable[..., Served]
 LENGTH = 24

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,11 +21,13 @@ import psutil
 import pytest
 from cluster import free_port, wait_until
 from thinned import thinned
+from ties import Reference
 
 BATON = [sys.executable, "-P", "-m", "baton.deploy.cli"]
 DEMO = Path(__file__).parents[2] / "deploy" / "demo"
 DEMO_DRAFTS = "eagle, 5 steps, drafter eagle/"
 READY_S = 60
+_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}  # as published
 
 
 @dataclass
@@ -121,6 +123,30 @@ def test_up_starts_several_routers_and_one_that_is_killed_starts_again(tmp_path:
         wait_until(lambda: "router-0 serves again" in running.said, lambda: running.said, READY_S)
         wait_until(lambda: running.request("GET", "/ready")[0] == 200, lambda: running.said, READY_S)
         assert text(running) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "page_size", "fields"),
+    [
+        pytest.param("deepseek_v4", 128, {"compress_rates": _RATES}, id="deepseek_v4"),
+        pytest.param("qwen3_5_text", 64, {}, id="qwen3_5", marks=pytest.mark.whole),
+    ],
+)
+def test_up_finds_the_length_of_pages_by_itself(
+    family: str, page_size: int, fields: dict[str, Any], tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
+    model = checkpoint(family, **fields)
+    reference, prompt = Reference(model), [(7 * i + i * i) % 500 + 1 for i in range(300)]
+    body = {"model": model.name, "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with up(tmp_path, model) as running:
+        for node in ("prefill-0", "decode-0"):
+            log = (running.run_dir / f"{node}.log").read_text()
+            assert f"pages of {page_size} tokens" in log, log
+        for cached in (0, 256):  # the whole pages before the last token
+            status, answer = running.request("POST", "/v1/completions", body | {"return_token_ids": True})
+            assert status == 200, answer
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+            reference.assert_text(prompt, answer["choices"][0]["token_ids"])
 
 
 @pytest.mark.timing

@@ -15,7 +15,15 @@ from triton_device import DEVICE
 pytest.importorskip("triton")
 
 OF_LATENTS = ["absorb", "turn", "values", "few", "some", "many", "tree", "chunk", "prompt"]
-NUM_KERNELS = {"latents": len(OF_LATENTS), "fp8": 37, "routes": 15, "experts": 41, "picks": 8, "delta": 13}
+NUM_KERNELS = {
+    "latents": len(OF_LATENTS),
+    "fp8": 37,
+    "routes": 15,
+    "experts": 41,
+    "picks": 8,
+    "delta": 13,
+    "entries": 4,
+}
 NUM_KERNELS["fp8_pages"] = 16 if IS_WHOLE else 12
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import logging
@@ -9,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -235,34 +237,49 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 EVERY_FILE = "\n".join(f"import baton.kernels.{file}" for file in (*DECLARED, "gpu", "attention"))
 
 
+_CALLS = """
+print('numba' in sys.modules, 'triton' in sys.modules)
+baton.kernels.products.norm.add_rms_norm_(torch.ones(1, 4), None, torch.ones(4), 0.0)
+baton.kernels.products.silu.silu_mul(torch.ones(1, 4, dtype=torch.bfloat16))
+print('baton.kernels.numba_kernels' in sys.modules)
+print([name for name in sys.modules if name.startswith('baton.kernels.') and '.triton_' in name])
+"""
+_WITHOUT = """
+sys.modules['{kind}'] = None
+from baton.kernels import operations
+from baton.kernels.products.norm import add_rms_norm_
+from baton.kernels.products.silu import silu_mul
+operations.preferring('{kind}').__enter__()
+one = torch.ones(1, 4); normed = add_rms_norm_(one, one.clone(), torch.ones(4), 0.0)
+print(normed[0, 0].item(), silu_mul(torch.ones(1, 2)).item(), operations.captures(torch.device('cuda')))
+"""
+_PROGRAMS = {"calls": _CALLS, **{kind: _WITHOUT.format(kind=kind) for kind in ("numba", "triton")}}
+
+
+@functools.cache
+def outputs() -> dict[str, list[str]]:
+    """Return the lines that each program prints and logs. They run in forks of one interpreter, which has imported
+    torch and every file with operations: that takes longer than the programs."""
+    code = f"import logging, os, sys, torch\n{EVERY_FILE}\nlogging.basicConfig(stream=sys.stdout)\n"
+    for program in _PROGRAMS.values():
+        code += f"print('---', flush=True)\nif not os.fork():\n{textwrap.indent(program, '    ')}\n"
+        code += "    sys.stdout.flush()\n    os._exit(0)\nassert os.wait()[1] == 0\n"
+    parts = run(code).stdout.split("---\n")[1:]
+    return {name: part.splitlines() for name, part in zip(_PROGRAMS, parts, strict=True)}
+
+
 def test_a_cpu_imports_no_triton_and_nothing_imports_numba_before_a_call() -> None:
-    code = (
-        f"import sys, torch\n{EVERY_FILE}\n"
-        "print('numba' in sys.modules, 'triton' in sys.modules)\n"
-        "baton.kernels.products.norm.add_rms_norm_(torch.ones(1, 4), None, torch.ones(4), 0.0)\n"
-        "baton.kernels.products.silu.silu_mul(torch.ones(1, 4, dtype=torch.bfloat16))\n"
-        "print('baton.kernels.numba_kernels' in sys.modules)\n"
-        "print([name for name in sys.modules if name.startswith('baton.kernels.triton_')])\n"
-    )
-    assert run(code).stdout.splitlines() == ["False False", "True", "[]"]
+    lines = [line for line in outputs()["calls"] if not line.startswith("INFO")]
+    assert lines == ["False False", "True", "[]"]
 
 
 @pytest.mark.parametrize("kind", ["numba", "triton"])
 def test_one_warning_says_that_a_backend_is_missing(kind: str) -> None:
-    code = (
-        f"import sys; sys.modules['{kind}'] = None\n"
-        "import logging, torch; logging.basicConfig()\n"
-        "from baton.kernels import operations\n"
-        "from baton.kernels.products.norm import add_rms_norm_\n"
-        "from baton.kernels.products.silu import silu_mul\n"
-        f"operations.preferring('{kind}').__enter__()\n"
-        "one = torch.ones(1, 4); normed = add_rms_norm_(one, one.clone(), torch.ones(4), 0.0)\n"
-        f"print(normed[0, 0].item(), silu_mul(torch.ones(1, 2)).item(), operations.captures(torch.device('cuda')))\n"
-    )
-    done = run(code)
-    assert done.stdout.split()[::2] == ["1.0", str(kind != "triton")]
-    assert float(done.stdout.split()[1]) == pytest.approx(0.7310586)
-    assert done.stderr.count(f"{kind} cannot be used") == 1
+    lines = outputs()[kind]
+    normed, gated, captures_cuda = lines[-1].split()
+    assert (normed, captures_cuda) == ("1.0", str(kind != "triton"))
+    assert float(gated) == pytest.approx(0.7310586)
+    assert "\n".join(lines).count(f"{kind} cannot be used") == 1
 
 
 def test_installed_backends_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

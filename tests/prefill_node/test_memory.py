@@ -181,6 +181,7 @@ def test_the_fewest_requests_end_of_a_chunk_that_does_not_fit(num_fitting: int, 
     check_that_it_serves_on(pair, memory)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("drafter", ["none", "eagle", "mtp3-deepseek"])
 def test_a_prompt_ends_in_its_middle_and_others_go_on(drafter: str, overlaps: bool, make_pair: MakePair) -> None:
@@ -253,6 +254,7 @@ def test_drafts_without_memory_end_the_request_with_most_choices(overlaps: bool,
 # --- handoffs ---
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
     ("role", "name", "transport"),

@@ -314,6 +314,7 @@ def check_failed(result: Result) -> None:
     assert "no memory left" in result.failed.message and "lower chunk_tokens" in result.failed.message
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("bad_position", [0, CHUNK])
 def test_a_chunk_that_does_not_fit_ends_its_requests_alone(

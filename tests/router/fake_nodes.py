@@ -149,6 +149,8 @@ class FakeCluster:
 class FakeNode(threading.Thread):
     """One fake node. `log` has every message that it received, except heartbeats."""
 
+    poll_ms = 2  # longest wait for a message
+
     def __init__(self, cluster: FakeCluster, role: str, name: str, changes: dict[str, object]) -> None:
         super().__init__(name=name, daemon=True)
         self.cluster = cluster
@@ -240,7 +242,7 @@ class FakeNode(threading.Thread):
             self._admit()
             self._step()
             if not self.running:
-                self.link.socket.poll(2)
+                self.link.socket.poll(self.poll_ms)
         self.link.close()
 
     def take(self, message: m.ToNode) -> None:

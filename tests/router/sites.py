@@ -8,13 +8,15 @@ from typing import Any
 import msgspec
 import xxhash
 
+from baton.metadata.cache.names import PromptNames
 from baton.metadata.errors import BatonError
-from baton.metadata.wire.membership import Hello
+from baton.metadata.wire.membership import CachedPages, Hello
 from baton.metadata.wire.node_info import Capacity, ModelCard
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import SamplingParams
 from baton.router.nodes.node import GroupKey, Node, NodeGroup
-from baton.router.requests.request import Delta, Request, Sequence, TextOptions
+from baton.router.requests.delta import Delta, TextOptions
+from baton.router.requests.request import Request, Sequence
 from baton.router.text.tokenizer import TextTokenizer
 
 from .fake_nodes import make_layout, make_tokenizer
@@ -40,7 +42,6 @@ def make_hello(
     page_size: int = 16,
     key_lookahead: int = 0,
     epoch: str = "1",
-    num_pools: int = 1,
 ) -> Hello:
     digest = xxhash.xxh3_128_hexdigest(tokenizer_file())
     return Hello(
@@ -53,7 +54,7 @@ def make_hello(
         target_fingerprint="f",
         draft_fingerprint=None,
         model=ModelCard("fake", context_len, 420, (1,), 0, digest, None),
-        capacity=Capacity(num_pages, page_size, max_running, num_pools, num_pools),
+        capacity=Capacity(num_pages, page_size, max_running),
         data_address="tcp://127.0.0.1:1",
         protocol=PROTOCOL_MAX,
     )
@@ -105,3 +106,10 @@ def make_request(
     sampling = SamplingParams(**{"max_tokens": 20, **(params or {})})
     options, ids = text or TextOptions(), [5] * prompt_len
     return Request(rid, group, ids, sampling, Heard(), num_choices=num_choices, options=options, now=now, **more)
+
+
+def tell_pages(node: Node, names: PromptNames, num_pages: int) -> None:
+    """Let a node tell that it has the first pages of a prompt, and no other ones."""
+    list(names)
+    stored = b"".join(names._whole[:num_pages])
+    node.cache.take(CachedPages(number=0, stored=stored, removed=b"", num_changes=num_pages, is_whole=True))

@@ -88,7 +88,7 @@ def test_all_ranks_replay_the_graph_of_the_same_bucket_and_steps(
     config = DecodeConfig(model=str(model), device="cpu", threads=1, page_size=4, num_pages=64, **drafting)
     with ThreadRanks(2, config, num_slots=4, buckets=(1, 2, 4)) as ranks:
         ranks.do({rank: partial(each.warm_up, expects_prompts=True) for rank, each in enumerate(ranks.executors)})
-        assert not ranks.executors[0].joint_sizes.sizes
+        assert not ranks.executors[0].mixed_sizes.sizes
         replayed.clear()
         world = RankSequences(ranks, num_pages=64)
         started = world.start({1: GREEDY_REQUEST})

@@ -3,6 +3,7 @@ edge early, rows one token off, and one wrong number on the wire are caught."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -189,20 +190,24 @@ def layered(model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def proposed(layered: Path, truth: list[int]) -> dict[int, list[int]]:
-    """What each layer proposes by its formula, by the number of tokens with KV. A layer takes the states of the one
-    before it, and the tokens one place further."""
-    text, reference, found = PROMPT + truth, Reference(layered).model, dict[int, list[int]]()
+def proposed(layered: Path, truth: list[int]) -> Callable[[int], list[int]]:
+    """`proposed(length)`: what each layer proposes by its formula behind so many tokens with KV. A layer takes the
+    states of the one before it, and the tokens one place further."""
+    text, reference = PROMPT + truth, Reference(layered).model
     with torch.no_grad():
         states = reference.model(torch.tensor([text])).last_hidden_state[0]
-        for length in range(len(PROMPT), len(text) - 1):
-            hidden, known, ids = states[:length], text[1 : length + 1], list[int]()
-            for place in range(NUM_LAYERS):
-                hidden = qwen_mtp_states(layered, known, hidden, place)
-                ids.append(int(reference.lm_head(hidden[-1]).argmax()))
-                known = [*known[1:], ids[-1]]
-            found[length] = ids
-    return found
+
+    @functools.cache
+    @torch.no_grad()
+    def of(length: int) -> list[int]:
+        hidden, known, ids = states[:length], text[1 : length + 1], list[int]()
+        for place in range(NUM_LAYERS):
+            hidden = qwen_mtp_states(layered, known, hidden, place)
+            ids.append(int(reference.lm_head(hidden[-1]).argmax()))
+            known = [*known[1:], ids[-1]]
+        return ids
+
+    return of
 
 
 def layers_served(layered: Path, truth: list[int]) -> dict[int, list[int]]:
@@ -229,16 +234,16 @@ def layers_served(layered: Path, truth: list[int]) -> dict[int, list[int]]:
 
 
 def test_every_prediction_layer_proposes_by_its_formula(
-    layered: Path, truth: list[int], proposed: dict[int, list[int]]
+    layered: Path, truth: list[int], proposed: Callable[[int], list[int]]
 ) -> None:
     drafted = layers_served(layered, truth)
     assert len(drafted) > 5 and max(map(len, drafted.values())) == NUM_LAYERS
     for length, ids in drafted.items():
-        assert ids == proposed[length][: len(ids)], length
+        assert ids == proposed(length)[: len(ids)], length
 
 
 def test_a_second_prediction_layer_that_never_runs_is_caught(
-    layered: Path, truth: list[int], proposed: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+    layered: Path, truth: list[int], proposed: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The defect: the first layer runs for every step."""
     load = mtp.load_mtp

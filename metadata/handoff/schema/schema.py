@@ -1,4 +1,4 @@
-"""The layout of a handoff: pages, checksums and metadata rows, made from the joint configuration of target, draft and
+"""The layout of a handoff: pages, checksums and metadata rows, made from the configuration of target, draft and
 algorithm.
 
 Both nodes build a `HandoffSchema`, compare it when they meet (`differences`), and size every buffer of the handoff from

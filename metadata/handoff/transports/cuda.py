@@ -81,7 +81,7 @@ class CudaTransport(Transport):
         the host mirror of the target's pool, for its generations. Raises TransferError if they cannot be sent."""
         assert pages.device is not None
         shared, token = pages.device.shared, new_token()
-        sizes = tuple(pool.size for pool in shared[: len(pages.memory)])  # the pools of all ranks are alike
+        sizes = tuple(pool.size for pool in shared)
         pools = DevicePools(device=pages.device.device, sizes=sizes, token=token)
         send_descriptors(hello.inbox, token, [pool.descriptor for pool in shared])
         where = pages.counted or pages.memory[0].where
@@ -107,7 +107,7 @@ class CudaTransport(Transport):
                 sent.callback(os.close, descriptor)
             is_one_pool = len(welcome.fds) == len(welcome.sizes) == 1
             num_pools = len(welcome.pools.sizes)
-            if not is_one_pool or num_pools != len(memory) or not descriptors or len(descriptors) % num_pools:
+            if not is_one_pool or not len(memory) == num_pools == len(descriptors):
                 raise TransferError(
                     f"{len(memory)} pools here, {num_pools} pools with {len(descriptors)} descriptors on the prefill "
                     "node's GPU: start both nodes with the same --speculative and --draft-model"

@@ -125,7 +125,10 @@ def _openrouter_reasoning(value: Any, _body: Mapping[str, Any]) -> dict[str, Any
     if unknown := sorted(given.keys() - {"effort", "max_tokens", "enabled", "exclude", "summary"}):
         raise RequestError(f"reasoning.{unknown[0]}: unknown field", param="reasoning")
     if given.get("exclude"):
-        raise RequestError("reasoning.exclude: thoughts are part of every answer", param="reasoning")
+        raise RequestError(
+            "reasoning.exclude: thoughts are part of every answer; leave it out, and drop them on arrival",
+            param="reasoning",
+        )
     fields = {"reasoning_effort": given.get("effort"), "thinking_token_budget": given.get("max_tokens")}
     if given.get("enabled") is not None and fields["reasoning_effort"] != "none":
         fields["chat_template_kwargs.enable_thinking"] = given["enabled"]

@@ -15,7 +15,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType, structs
 
 from ....metadata.errors import BatonError
-from ...requests.request import Delta, Request, Sequence
+from ...requests.delta import Delta
+from ...requests.request import Request, Sequence
 from ...text.tokenizer import TextTokenizer
 from ..server.sse import COMMENT, EventStream
 from .output import OutputReader, OutputReading, ThoughtCounter

@@ -26,7 +26,7 @@ from msgspec import Raw
 from ....metadata.errors import RequestError, Unavailable
 from ...nodes.node import NodeGroup
 from ...reasoning_parsers.base import ReasoningParser, ThoughtBudget
-from ...requests.request import GRAMMAR_PROTOCOL
+from ...requests.need import GRAMMAR_PROTOCOL
 from ...tenants.fair_turns import FairTurns
 from ...text.grammar import MAX_SOURCE, Grammar, GrammarFault, GrammarKind, GrammarSource, schema_of
 from ...text.grammar_process import GrammarProcess, LoadTokenizer
@@ -109,7 +109,9 @@ async def chat_grammar(
         literal = literal_of(tokenizer)
         thoughts, mark = reasoning.grammar(prompt, literal=literal, budget=budget), reasoning.answer_mark(literal)
         if thoughts is None and budget is not None:
-            raise RequestError(f"{_BUDGET}: the length of this model's thoughts cannot be set", param=_BUDGET)
+            raise RequestError(
+                f"{_BUDGET}: the length of this model's thoughts cannot be set; leave it out", param=_BUDGET
+            )
     elif budget is not None and not body.continue_final_message:
         raise RequestError(
             f"{_BUDGET}: the router does not know how this model writes thoughts; start it with --reasoning-parser",
@@ -298,7 +300,11 @@ class GrammarChecks:
         if not any(node.protocol >= GRAMMAR_PROTOCOL for node in group.nodes.values()):
             raise Unavailable(f"{place}: the model's nodes are of an earlier release, which knows no grammars")
         if not group.card.eos_token_ids:
-            raise RequestError(f"{place}: the model names no token that ends a text", param=_field(place))
+            raise RequestError(
+                f"{place}: the model names no token that ends a text, which a grammar needs; leave it out, or ask for "
+                "eos_token_id in the model's generation_config.json",
+                param=_field(place),
+            )
         verdict = await self._verdict(source, group)
         if isinstance(verdict, GrammarFault):
             whose = f" ({owner})" if owner else ""

@@ -12,7 +12,8 @@ from typing import Any
 from ....metadata.errors import RequestError
 from ....metadata.wire.request import FROM_CHECKPOINT, MAX_CONTEXT, SamplingParams
 from ...nodes.node import NodeGroup
-from ...requests.request import Request, TextOptions
+from ...requests.delta import TextOptions
+from ...requests.request import Request
 from .idempotency import SEED_BITS
 from .types import ChatRequest, CommonRequest, CompletionRequest
 
@@ -154,8 +155,11 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
     effort = body.reasoning_effort
     if effort is None:
         return options
-    if options.get("reasoning_effort", effort) != effort:
-        raise RequestError("chat_template_kwargs: its reasoning_effort is another one", param="chat_template_kwargs")
+    if (other := options.get("reasoning_effort", effort)) != effort:
+        raise RequestError(
+            f"chat_template_kwargs: its reasoning_effort is {other!r:.40}, the request has {effort!r}; give one",
+            param="chat_template_kwargs",
+        )
     return {**({"enable_thinking": False} if effort == "none" else {}), **options, "reasoning_effort": effort}
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from ....metadata.wire.request import MAX_CHOICES, MAX_CONTEXT, MAX_DRAFT_STEPS, MAX_TOP_LOGPROBS, TokenId
-from ...requests.request import TokenText
+from ...requests.delta import TokenText
 from .tool_types import MAX_CALLS, CalledFunction, MadeCall, ToolCall, ToolCallDelta, ToolChoice, Tools
 
 MAX_STOPS = 16

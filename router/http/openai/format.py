@@ -21,7 +21,8 @@ from msgspec import UNSET, Struct, UnsetType, structs
 
 from ....metadata.errors import BatonError
 from ....metadata.wire.request import FinishReason
-from ...requests.request import Delta, Request, Sequence
+from ...requests.delta import Delta
+from ...requests.request import Request, Sequence
 from ...text.detokenizer import TokenBytes
 from ...text.tokenizer import TextTokenizer
 from ..generation.answers import AnswerFormat, metrics_of

@@ -10,9 +10,11 @@ from ...nodes.availability import drain_summary, drain_words
 from ...nodes.mismatch import missing_partner
 from ...nodes.node import ROLES, Node, NodeGroup
 from ...nodes.registry import Registry
-from ...requests.request import Attempt, Request
+from ...requests.attempt import Attempt
+from ...requests.request import Request
 from ...requests.trace import Span
-from ...waiting.queue import Entry, WaitingQueue
+from ...waiting.entry import Entry
+from ...waiting.queue import WaitingQueue
 from .types import LiveState
 
 SILENT_S = 1.0  # for so long a heartbeat may be due

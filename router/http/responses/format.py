@@ -19,7 +19,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ....metadata.errors import BatonError
-from ...requests.request import Delta, Request, Sequence
+from ...requests.delta import Delta
+from ...requests.request import Request, Sequence
 from ...text.tokenizer import TextTokenizer
 from ..generation.answers import AnswerFormat
 from ..generation.output import OutputPart, OutputReading, PartBegun, PartEnded, PartEvent

@@ -24,7 +24,7 @@ def joint(engine: Engine, rounds: Rounds, batch: int, num_tokens: int, shape: Dr
     """Return medians in milliseconds of whole steps, each waited for: a round of `batch` sequences, a chunk of
     `num_tokens` tokens behind CONTEXT others, the chunk and then the round, and the round with the chunk beside it.
 
-    `is_joint` says whether the executor has computed the last in one forward."""
+    `is_mixed` says whether the executor has computed the last in one forward."""
     sequences = start(engine, rounds, batch, (5 * (_WARM_UP + _TIMES) + 8) * shape.num_slots)
     prompt, row = _chunk(engine, num_tokens)
     chunk = LocalChunk([prompt], [row])
@@ -51,13 +51,13 @@ def joint(engine: Engine, rounds: Rounds, batch: int, num_tokens: int, shape: Dr
     calls: dict[str, Callable[[], None]] = {"round": round_of, "chunk": alone, "apart": apart, "joint": together}
     times = {f"{name}_ms": _median_ms(call) for name, call in calls.items()}
     times["round_ms"] = min(times["round_ms"], _median_ms(round_of))  # contexts have grown: first and last
-    is_joint = _is_joint(rounds, sequences, shape, chunk)
+    is_mixed = _is_mixed(rounds, sequences, shape, chunk)
     engine.pool.release(prompt.pages)
     return {
         "batch": batch,
         "steps": shape.num_steps,
         "tokens": num_tokens,
-        "is_joint": is_joint,
+        "is_mixed": is_mixed,
         **times,
         "checked_tokens": stop(engine, rounds, sequences),
     }
@@ -73,7 +73,7 @@ def _chunk(engine: Engine, num_tokens: int) -> tuple[Running, BatchRow]:
     return Running(ids, len(ids), pages, state), BatchRow(ids[CONTEXT:-1], CONTEXT, pages, 0)
 
 
-def _is_joint(rounds: Rounds, sequences: list[Running], shape: DraftShape, chunk: LocalChunk) -> bool:
+def _is_mixed(rounds: Rounds, sequences: list[Running], shape: DraftShape, chunk: LocalChunk) -> bool:
     """Return whether the executor has graphs that serve the round and the chunk together."""
     graphs = getattr(rounds.executor, "_graphs", None)
     if graphs is None or graphs.steps is None:

@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from planted_text import PlantedText, planted_in
 
+import baton.engine.rounds.round as round_module
 from baton.engine.drafters.base import PromptChunk, PromptTail, pack_draft
 from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.rounds.batch import Computed
 from baton.engine.rounds.rounds import Rounds, Submitted
+from baton.engine.rounds.trees import Path as AcceptedPath
 from baton.engine.sampling.batch import SamplingBatch
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner
 from baton.engine.state.tail_pages import TailPages
-from baton.engine.work import BatchRow
+from baton.engine.work import MAX_MISSED, BatchRow
 from baton.metadata.wire.request import SamplingParams
 
 CONTEXT = 1024
@@ -81,14 +83,15 @@ def start(
 
 
 def start_long(engine: Engine, rounds: Rounds, prompt_len: int, num_new: int) -> Running:
-    """Start one sequence without a drafter, computed in chunks."""
-    assert engine.drafter is None
+    """Start one sequence that does not draft, computed in chunks."""
     ids = torch.randint(0, engine.card.vocab_size, (prompt_len,), generator=torch.Generator().manual_seed(1)).tolist()
     pages = engine.pool.allocate(-(-(prompt_len + num_new + 64) // engine.pool.page_size), Owner.REQUEST)
     first = (prompt_len - 1) // CHUNK * CHUNK
     store(engine, ids[:first], pages)
     computed = engine.compute([row_of(engine, ids[first:], first, pages)])
-    return _admit(engine, rounds, GREEDY, [ids], [pages], computed)[0]
+    [sequence] = _admit(engine, rounds, GREEDY, [ids], [pages], computed, drafts=False)
+    sequence.num_missed = MAX_MISSED + 1 if engine.drafter is not None else 0
+    return sequence
 
 
 def row_of(engine: Engine, ids: Sequence[int], position: int, pages: Sequence[int], num_logits: int = 1) -> BatchRow:
@@ -114,8 +117,10 @@ def _admit(
     prompts: list[list[int]],
     pages: list[list[int]],
     computed: Computed,
+    *,
+    drafts: bool = True,
 ) -> list[Running]:
-    draft = _draft(engine, prompts, pages, computed.extend, computed.logits)
+    draft = _draft(engine, prompts, pages, computed.extend, computed.logits) if drafts else None
     sequences: list[Running] = []
     for row, (ids, own, token) in enumerate(zip(prompts, pages, computed.logits.argmax(1).tolist(), strict=True)):
         state = SamplingState(params, ids, [token], vocab_size=engine.model_config.vocab_size)
@@ -176,6 +181,19 @@ def check(engine: Engine, prompt: Sequence[int], output: Sequence[int]) -> int:
 def _planted_text(model_dir: Path) -> PlantedText | None:
     config = json.loads((model_dir / "config.json").read_text())
     return planted_in(config) if config.get("_planted") else None
+
+
+def force_acceptance(rates: Sequence[float], device: torch.device) -> None:
+    """Let rounds of chains that are captured from now on accept the first, second, .. draft at these rates if they
+    accept the one before, whatever the drafts are: for a random drafter, whose own are wrong. It lasts as long as the
+    process."""
+    shares = torch.tensor(rates, device=device)
+
+    def accept(drafts: torch.Tensor, targets: torch.Tensor, limits: torch.Tensor) -> AcceptedPath:
+        is_accepted = torch.rand(drafts.shape, device=targets.device) < shares[: drafts.shape[1]]
+        return AcceptedPath(None, is_accepted.long().cumprod(1).sum(1).minimum(limits))
+
+    round_module.accept_chain = accept
 
 
 def run_rounds(rounds: Rounds, sequences: Sequence[Running], shape: DraftShape, num_rounds: int) -> float:

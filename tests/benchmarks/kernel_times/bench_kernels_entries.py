@@ -36,6 +36,7 @@ from baton.kernels.streams.streams import (
     cross_streams,
     cross_streams_ref,
 )
+from baton.metadata.wire.request import MAX_DRAFT_STEPS
 
 SIZE, HC = 4096, 4
 NUM_HEADS, HEAD_DIM, WINDOW, PAIRS = 64, 512, 128, 32
@@ -103,11 +104,13 @@ class Steps(NamedTuple):
     def num_tokens(self) -> int:
         return self.batch.num_tokens
 
-    def pool(self, width: int, *, is_tail: bool, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Return copies of a pool of one plane, [num_copies, num_pages, 1, 1, PAGE_SIZE, width]."""
+    def pool(
+        self, width: int, *, is_tail: bool, dtype: torch.dtype = torch.bfloat16, num_rows: int = PAGE_SIZE
+    ) -> Tensor:
+        """Return copies of a pool of one plane, [num_copies, num_pages, 1, 1, num_rows, width]."""
         num_pages = int((self.tails if is_tail else self.batch).block_table.max()) + 1
-        num_copies = copies(num_pages * PAGE_SIZE * width * dtype.itemsize)
-        return normal(num_copies, num_pages, 1, 1, PAGE_SIZE, width, dtype=dtype)
+        num_copies = copies(num_pages * num_rows * width * dtype.itemsize)
+        return normal(num_copies, num_pages, 1, 1, num_rows, width, dtype=dtype)
 
     def contexts(self, pools: dict[str, Tensor]) -> tuple[PagedEntries, GatheredEntries]:
         kept, tails = PoolRows.of(self.batch, pools), PoolRows.of(self.tails, pools)
@@ -164,7 +167,9 @@ def _compress(name: str, kind: str, num_seqs: int, context: int, query_len: int)
     steps, pool = Steps.make(num_seqs, -(-context // PAGE_SIZE) * PAGE_SIZE, query_len), entry_pool(kind)
     steps.batch.seq_lens.fill_(context)
     steps.batch.positions.copy_(torch.arange(context - query_len, context, device="cuda").repeat(num_seqs))
-    inputs = steps.pool(2 * num_windows * width, is_tail=True, dtype=torch.float32)
+    num_read = 2 if kind == "heavy" else num_windows * rate  # rows before a token, its own included
+    num_kept = num_read + MAX_DRAFT_STEPS + 1
+    inputs = steps.pool(2 * num_windows * width, is_tail=True, dtype=torch.float32, num_rows=num_kept)
     entries = steps.pool(-(-width // rate), is_tail=False)[:1].zero_()
     rows = normal(steps.num_tokens, 2 * num_windows * width)
     contexts = [steps.contexts({pool.inputs: each[None], pool.entries: entries}) for each in inputs]
@@ -178,7 +183,8 @@ def _compress(name: str, kind: str, num_seqs: int, context: int, query_len: int)
         return near(entries, expected) if expected.any() else float(entries.abs().max())
 
     num_ends = num_seqs * (context // rate - (context - query_len) // rate)
-    moved = rows.numel() * 6 + num_ends * rate * num_windows * width * 8
+    num_read = num_seqs if kind == "heavy" else num_ends * num_read
+    moved = rows.numel() * 2 + (min(query_len, num_kept) * num_seqs + num_read) * num_windows * width * 8
     return Kernel(name, [lambda paged=paged: paged.compress(pool, rows) for paged, _ in contexts], moved, check=check)
 
 

@@ -28,8 +28,10 @@ Sources: rotary pairs as in engine/attention; the metric is that of Kademlia (Ma
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,11 @@ from baton.engine.checkpoint.checkpoint import TensorSpec
 from baton.engine.checkpoint.made_checkpoint import EveryName, dummy_tensor
 from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.models.registry import tensor_specs
+from baton.kernels.experts.mxfp4 import GROUP
 from baton.kernels.products.fp8 import BLOCK, LARGEST, round_to_scale_ref
 from baton.metadata.errors import ModelError
 
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1
 PLANTED = {
     "tie_word_embeddings": False,
     "rope_theta": ROPE_THETA,
@@ -136,11 +140,7 @@ class PlantedModel:
 
 def planted_model(config: ModelConfig, seed: int = 0) -> PlantedModel | PlantedEntries:
     """Return what makes the tensors of a model, and knows its text. Raises ModelError if the sizes cannot hold one."""
-    if config.compressed is None:
-        return PlantedModel(config, seed)
-    if config.quantization is not None and not config.quantization.is_online:
-        raise ModelError(f"{config.architecture} in its published formats: a text is planted in 16 or 32 bits alone")
-    return PlantedEntries(config, seed)
+    return PlantedModel(config, seed) if config.compressed is None else PlantedEntries(config, seed)
 
 
 def maker(config: ModelConfig) -> Callable[[TensorSpec], Tensor]:
@@ -151,15 +151,25 @@ def maker(config: ModelConfig) -> Callable[[TensorSpec], Tensor]:
         return model.tensor
     if quantization.weight_scale != "blocks" or quantization.rounding != "groups":
         raise ModelError(f"weights in FP8 with scales of each {quantization.weight_scale}: a text is planted in blocks")
-    shapes = {spec.name: spec.shape for spec in tensor_specs(config, EveryName())}
+    specs = {spec.name: spec for spec in tensor_specs(config, EveryName())}
+
+    @functools.lru_cache(maxsize=1)  # values and scales of a weight are asked for one after the other
+    def both(name: str) -> tuple[Tensor, Tensor]:
+        spec = specs[name]
+        if "I8" not in spec.dtypes:
+            return in_blocks(model.tensor(spec))
+        rows, num_bytes = spec.shape
+        return in_groups(model.tensor(replace(spec, shape=(rows, 2 * num_bytes))))
 
     def make(spec: TensorSpec) -> Tensor:
-        end = quantization.scale_name
-        if "F8_E4M3" not in spec.dtypes and not spec.name.endswith(end):
+        stem, _, last = spec.name.rpartition(".")
+        is_scale = last == quantization.scale_name
+        if not is_scale and not {"F8_E4M3", "I8"} & set(spec.dtypes):
             return model.tensor(spec)
-        name = f"{spec.name.removesuffix(end)}weight" if spec.name.endswith(end) else spec.name
-        values, scales = in_blocks(model.tensor(TensorSpec(name, shapes[name])))
-        return scales if spec.name.endswith(end) else values
+        values, scales = both(f"{stem}.weight")
+        if not is_scale:
+            return values
+        return scales.log2().add(127).to(torch.uint8) if spec.dtypes[0] == "F8_E8M0" else scales
 
     return make
 
@@ -172,6 +182,18 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax((1, 3), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     scales = torch.exp2(torch.ceil(torch.log2(largest / LARGEST)))
     return round_to_scale_ref(blocks, scales).flatten(2).flatten(0, 1)[:rows, :columns], scales[:, 0, :, 0]
+
+
+def in_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [out_size, in_size] in MXFP4 as checkpoints have it, [out_size, in_size / 2] uint8, and scales
+    of its groups, [out_size, in_size / GROUP] float32. Powers of two in the weight stay exact."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(2, keepdim=True).clamp_min(2.0**-100)
+    scales = torch.exp2(torch.ceil(torch.log2(largest / _FP4[-1])))
+    steps = torch.tensor(_FP4, device=weight.device)
+    codes = torch.bucketize((groups / scales).abs(), (steps[1:] + steps[:-1]) / 2).to(torch.uint8)
+    codes = codes.add_(8 * (groups < 0)).flatten(1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales[:, :, 0]
 
 
 def write_planted(

@@ -11,7 +11,7 @@ import synthetic
 import tensor_files
 import torch
 from node_pair import node_pairs, params
-from planted import maker, write_planted
+from planted import PLANTED, planted_model, write_planted
 from planted_entries import PlantedEntries
 from planted_models import random_prompt
 from solo import Solo
@@ -55,21 +55,37 @@ PAGE_SIZE = 16
 Planted = tuple[Path, PlantedEntries]
 
 
+FORMATS = ("32 bits", "published")  # the second has FP8 in blocks, and experts in FP4
+
+
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> Planted:
-    directory = tmp_path_factory.mktemp("planted")
-    model = write_planted(directory, SMALL | {"dtype": "float32"})
+def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planted:
+    """A directory and its model, of a format that a test may ask for."""
+    directory, name = tmp_path_factory.mktemp("planted"), getattr(request, "param", FORMATS[0])
+    if name == FORMATS[0]:
+        model = write_planted(directory, SMALL | {"dtype": "float32"})
+    else:
+        formats = {key: FLASH[key] for key in ("quantization_config", "expert_dtype")}
+        config = tensor_files.write_config(directory, SMALL | formats | PLANTED | {"dtype": "float32"})
+        tensor_files.write_tokenizer(directory, config.vocab_size)
+        model = planted_model(config)
     assert isinstance(model, PlantedEntries)
     return directory, model
 
 
 def generated(directory: Path, prompt_len: int, num_steps: int = 3, **settings: Any) -> list[int]:
+    if not (directory / "model.safetensors.index.json").exists():
+        settings |= {"load_format": "planted:maker"}
     solo = Solo(directory, speculative="ngram", page_size=PAGE_SIZE, **settings)
     sequence = solo.start(random_prompt(prompt_len, 3, SMALL["vocab_size"]), params(NUM_TOKENS + 8), chunk=37)
     return solo.run(sequence, NUM_TOKENS, num_steps)
 
 
-@pytest.mark.parametrize("prompt_len", thinned([1, 20, PROMPT_LEN], lambda i, _: i == 1))
+@pytest.mark.parametrize(
+    ("planted", "prompt_len"),
+    thinned([(name, num) for name in FORMATS for num in (1, 20, PROMPT_LEN)], lambda i, *_: i in (1, 5)),
+    indirect=["planted"],
+)
 def test_rounds_with_drafts_continue_as_the_rule_says(prompt_len: int, planted: Planted) -> None:
     directory, model = planted
     prompt = random_prompt(prompt_len, 3, SMALL["vocab_size"])
@@ -159,7 +175,11 @@ DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("defect", thinned(DEFECTS, lambda _, name: name == "streams"))
+@pytest.mark.parametrize(
+    ("planted", "defect"),
+    thinned([(name, defect) for name in FORMATS for defect in DEFECTS], lambda _, name, defect: defect == "streams"),
+    indirect=["planted"],
+)
 def test_each_defect_changes_the_text(defect: str, planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, model = planted
     expected = model.continuation(random_prompt(PROMPT_LEN, 3, SMALL["vocab_size"]), NUM_TOKENS)
@@ -179,5 +199,3 @@ def test_real_sizes_have_room_for_the_text(name: str, tmp_path: Path) -> None:
 def test_a_model_that_cannot_hold_a_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="are too small"):
         PlantedEntries(tensor_files.write_config(tmp_path, SMALL | {"o_lora_rank": 4}))
-    with pytest.raises(ModelError, match="published formats: a text is planted in 16 or 32 bits"):
-        maker(tensor_files.write_config(tmp_path, FLASH))

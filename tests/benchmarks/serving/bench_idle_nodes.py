@@ -3,7 +3,8 @@
     python tests/benchmarks/serving/bench_idle_nodes.py [--nodes 2 64 256] [--seconds 20]
 
 The router is a process of its own. The nodes have the real membership (link, session, heartbeat thread), and no engine
-behind it. Their tokenizer cannot be read, so no canary runs. Prints one row per number of nodes.
+behind it. Half of them are of each role. They report that all pairs were ready, as they do to a router that has started
+again, so no canary runs. Prints one row per number of nodes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def run_nodes(address: str, num_nodes: int, pipe: Any) -> None:
     """Run nodes that have joined and are idle."""
     import msgspec
     import xxhash
+    from router.fake_nodes import make_tokenizer
     from router.hellos import make_hello
 
     from baton.engine.state.pages import PagePool
@@ -41,18 +43,19 @@ def run_nodes(address: str, num_nodes: int, pipe: Any) -> None:
     from baton.metadata.wire.membership import IDLE, TokenizerFile
     from baton.metadata.wire.node_info import Load, NodeStats
 
-    unreadable = b"{}"
-    digest = xxhash.xxh3_128_hexdigest(unreadable)
-    file = TokenizerFile(digest, zlib.compress(unreadable))
+    tokenizer = make_tokenizer()
+    digest = xxhash.xxh3_128_hexdigest(tokenizer)
+    file = TokenizerFile(digest, zlib.compress(tokenizer))
+    epochs = [f"{index:032x}" for index in range(num_nodes)]
     nodes: list[Membership] = []
     for index in range(num_nodes):
         role = ("prefill", "decode")[index % 2]
-        hello = make_hello(role, f"{role}-{index}", epoch=f"e{index}", tokenizer=digest)
-        hello = msgspec.structs.replace(hello, protocol=0)
+        hello = make_hello(role, f"{role}-{index}", epoch=epochs[index], tokenizer=digest)
+        hello = msgspec.structs.replace(hello, protocol=0, proven=tuple(epochs[1 - index % 2 :: 2]))
         node = Membership(hello, address, lambda: file, None, 1.0)
         node.member = SimpleNamespace(  # type: ignore[assignment]
             cache=PrefixCache(PagePool(8, 16)),
-            handoff=SimpleNamespace(allow_for=lambda _: None),
+            links=SimpleNamespace(allow_for=lambda _: None),
             load=lambda: Load(free_pages=8, running=0, waiting=0),
             stats=NodeStats,
             num_units=Counter,
@@ -75,7 +78,7 @@ def measure(num_nodes: int, seconds: float) -> Row:
     """Start a router and idle nodes, and return what the router takes."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    config = {"port": 0, "node_address": "tcp://127.0.0.1:*"}
+    config = {"port": 0, "node_address": "tcp://127.0.0.1:*", "canary_interval_s": 3600.0}
     router = context.Process(target=run_router, args=(config, theirs), daemon=True)
     router.start()
     _, address, _ = ours.recv()

@@ -1,4 +1,5 @@
-"""Count the files, lines and words of a checkout, its import circles, and what a newcomer has to read.
+"""Count the files, lines, statements and words of a checkout, its import circles, its long functions, and what a
+newcomer has to read.
 
     python tests/benchmarks/upkeep/house.py [CHECKOUT] [--lists PAGE]
 
@@ -17,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parents[3]
 PRODUCT = ("decode_node", "deploy", "engine", "kernels", "metadata", "prefill_node", "router")
 MAX_COLUMNS = 100
+MAX_LINES = 60  # of a function
 
 
 def main() -> None:
@@ -35,6 +37,8 @@ def main() -> None:
     print(_row("router/ with its folders", [path for path in code if path.relative_to(root).parts[0] == "router"]))
     print(_row("tests/benchmarks", [path for path in tests if "benchmarks" in path.parts]))
     print(_row("tests", tests))
+    for name, paths in (("without tests", code), ("tests", tests)):
+        print(f"statements, {name}: {sum(map(num_statements, paths)):,}")
     pages = sorted([*root.glob("*.md"), *(root / "docs").glob("*.md")])
     print(f"words in {len(pages)} pages (*.md, docs/*.md): {sum(len(_text(page).split()) for page in pages):,}")
     for name, paths in (("code without tests", code), ("pages, tables left out", pages)):
@@ -45,6 +49,8 @@ def main() -> None:
     print(f"import circles, type-only imports included: {len(circles)} ({sum(map(len, circles))} files)")
     for circle in circles:
         print(f"    {' '.join(circle)}")
+    for num_lines, name in sorted(long_functions(root, code), reverse=True):
+        print(f"function of {num_lines} lines: {name}")
     print_lists(root, args.lists or root / "docs/architecture.md")
 
 
@@ -75,6 +81,21 @@ def reading_lists(page: str) -> Iterator[tuple[str, list[str]]]:
         yield "life of a request", re.findall(r"^ *\d+  (\S+\.py)", drawing[1], re.M)
     for name, files in re.findall(r"```files (.*?)\n(.*?)```", page, re.S):
         yield name, files.split()
+
+
+def num_statements(path: Path) -> int:
+    """Count the statements of a file's syntax tree: joined lines count as before, docstrings as one each."""
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(_text(path))))
+
+
+def long_functions(root: Path, code: Iterable[Path]) -> Iterator[tuple[int, str]]:
+    """Yield the functions of more than MAX_LINES lines: their lines, docstring included, and where they are."""
+    for path in code:
+        for node in ast.walk(ast.parse(_text(path))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if num_lines > MAX_LINES:
+                    yield num_lines, f"{path.relative_to(root)}:{node.lineno} {node.name}"
 
 
 def import_circles(root: Path, code: list[Path]) -> list[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from house import import_circles, reading_lists
+from house import MAX_LINES, import_circles, long_functions, num_statements, reading_lists
 
 
 def test_circles_are_found_through_packages_and_types(tmp_path: Path) -> None:
@@ -23,6 +23,15 @@ def test_circles_are_found_through_packages_and_types(tmp_path: Path) -> None:
     assert import_circles(tmp_path, [tmp_path / name for name in sources]) == [
         ["router.a", "router.c", "router.http.b"]
     ]
+
+
+def test_statements_and_long_functions_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text('"""What."""\n\n\ndef f():\n    a = 1; b = 2\n    if a:\n        return b\n')
+    assert num_statements(path) == 6 and list(long_functions(tmp_path, [path])) == []
+    path.write_text("def f():\n" + MAX_LINES * "    a = (\n        1\n    )\n")
+    assert list(long_functions(tmp_path, [path])) == [(3 * MAX_LINES + 1, "a.py:1 f")]
+    assert num_statements(path) == MAX_LINES + 1
 
 
 def test_a_page_has_the_reading_lists_of_its_blocks() -> None:

@@ -25,7 +25,7 @@ from baton.deploy.doctor.cluster import (
     SeenPair,
     check_cluster,
 )
-from baton.deploy.plan import free_port
+from baton.deploy.up import free_port
 from baton.metadata.version import package_version
 
 LAYOUT = {"algorithm": "eagle", "page_size": 16}

@@ -17,8 +17,8 @@ import pytest
 from baton.deploy.doctor.config import DoctorConfig
 from baton.deploy.doctor.facts import Facts, proxies_of_loopback, read_facts
 from baton.deploy.doctor.gpu_facts import Driver, ProbeRun, parse_cores
-from baton.deploy.plan import kernel_folders
 from baton.deploy.run_dir import make_run_dir
+from baton.deploy.up import kernel_folders
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.deploy.doctor import reach as tried
 from baton.deploy.doctor.reach import Reached, reach, reach_all
-from baton.deploy.plan import free_port
+from baton.deploy.up import free_port
 from baton.metadata.bus.allow_list import ROUTER, add_line, line_of
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.bus.hub import Hub

@@ -7,7 +7,7 @@ import pytest
 from simulated import TIMES
 
 from baton.deploy.simulation.costs import ChunkPart, Costs
-from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, JointPoint, RoundPoint, find, read
+from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, MixedPoint, RoundPoint, find, read
 
 
 def test_measured_points_come_back_from_the_fit() -> None:
@@ -49,7 +49,7 @@ def test_a_smaller_chunk_than_the_smallest_measured_one_takes_as_long() -> None:
 
 
 def test_a_chunk_beside_a_round_is_joined_with_it_where_that_was_measured_and_is_faster() -> None:
-    joints = (JointPoint(8, 64, 2.0), JointPoint(4, 64, 1.5), JointPoint(8, 256, 15.0))
+    joints = (MixedPoint(8, 64, 2.0), MixedPoint(4, 64, 1.5), MixedPoint(8, 256, 15.0))
     costs = Costs(msgspec.structs.replace(TIMES, joints=joints), 64)
     assert costs.beside_s([ChunkPart(64, 0)], 8) == pytest.approx(2e-3)  # alone 6.4
     assert costs.beside_s([ChunkPart(64, 0)], 4) == pytest.approx(1.5e-3)

@@ -131,16 +131,16 @@ def test_remembered_costs_are_those_that_were_measured_last() -> None:
     plain, remembered = ChunkCosts({16: 0.1, 64: 0.2}), RememberedCosts({16: 0.1, 64: 0.2})
     draw = random.Random(3)
     for _ in range(200):
-        size, depth, is_joint = draw.choice([8, 20, 64, 90]), draw.choice([0, 5000]), draw.random() < 0.5
+        size, depth, is_mixed = draw.choice([8, 20, 64, 90]), draw.choice([0, 5000]), draw.random() < 0.5
         if draw.random() < 0.2:
             seconds = draw.random()
             for each in (plain, remembered):
-                each.observe(size, depth, seconds, is_joint=is_joint)
+                each.observe(size, depth, seconds, is_mixed=is_mixed)
         within_s = draw.choice([0.05, 0.15, 0.3])
         for _ in range(2):
-            assert plain.seconds(size, depth, is_joint=is_joint) == remembered.seconds(size, depth, is_joint=is_joint)
-            assert plain.most_tokens(within_s, depth, 100, is_joint=is_joint) == remembered.most_tokens(
-                within_s, depth, 100, is_joint=is_joint
+            assert plain.seconds(size, depth, is_mixed=is_mixed) == remembered.seconds(size, depth, is_mixed=is_mixed)
+            assert plain.most_tokens(within_s, depth, 100, is_mixed=is_mixed) == remembered.most_tokens(
+                within_s, depth, 100, is_mixed=is_mixed
             )
 
 

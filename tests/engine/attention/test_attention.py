@@ -19,7 +19,7 @@ from baton.engine.attention.attention import RotaryEmbedding, begin_attention
 from baton.engine.attention.context import HeadNorms, LayerHeads
 from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.rounds.batch import ForwardBatch, MixedBatch
 from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.attention import prompt_attention
@@ -48,7 +48,7 @@ def attend(
     value_dim: int | None = None,
     is_filled: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attended values of layer 1, and the pool afterwards, float32. `num_first`: rows of the first of two joint
+    """The attended values of layer 1, and the pool afterwards, float32. `num_first`: rows of the first of two mixed
     batches. `value_dim`: numbers of a value, in a pool of its own unless it `is_filled` up with zeros."""
     generator = torch.Generator().manual_seed(0)
     shape = (config.num_layers, NUM_PAGES, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
@@ -58,10 +58,10 @@ def attend(
     num_tokens = sum(len(row.input_ids) for row in rows)
     qkv = torch.randn(num_tokens, config.q_size + 2 * config.kv_size, generator=generator)
     rotary = RotaryEmbedding(config.rope, config.head_dim, torch.device("cpu"))
-    batch: ForwardBatch | JointBatch = ForwardBatch.build(rows, PAGE_SIZE, "cpu")
+    batch: ForwardBatch | MixedBatch = ForwardBatch.build(rows, PAGE_SIZE, "cpu")
     if num_first is not None:
         parts = (ForwardBatch.build(part, PAGE_SIZE, "cpu") for part in (rows[:num_first], rows[num_first:]))
-        batch = JointBatch.of(*parts)
+        batch = MixedBatch.of(*parts)
     pools = ModelPools(kv)
     if value_dim is not None:
         kv[:, :, 1, ..., value_dim:] = 0.0

@@ -8,7 +8,7 @@ import torch
 from baton.engine.attention.compressed import EntryPool
 from baton.engine.attention.gathered_entries import GatheredEntries
 from baton.engine.attention.pool_rows import PoolRows
-from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.rounds.batch import ForwardBatch, MixedBatch
 from baton.engine.work import BatchRow
 from baton.kernels.entries.entries import compress, rotate_pairs_
 from baton.kernels.products.norm import Norm
@@ -34,13 +34,13 @@ def entry_pool() -> EntryPool:
     return EntryPool("inputs", "entries", 1, bias, Norm(weight, 1e-6), FREQUENCIES)
 
 
-def run(pools: dict[str, torch.Tensor], batch: ForwardBatch | JointBatch, inputs: torch.Tensor) -> GatheredEntries:
+def run(pools: dict[str, torch.Tensor], batch: ForwardBatch | MixedBatch, inputs: torch.Tensor) -> GatheredEntries:
     context = begin(pools, batch)
     context.compress(entry_pool(), inputs)
     return context
 
 
-def begin(pools: dict[str, torch.Tensor], batch: ForwardBatch | JointBatch) -> GatheredEntries:
+def begin(pools: dict[str, torch.Tensor], batch: ForwardBatch | MixedBatch) -> GatheredEntries:
     return GatheredEntries(PoolRows.of(batch, pools), PoolRows.of(batch.of_tails(), pools))
 
 
@@ -97,7 +97,7 @@ def test_a_window_may_end_in_the_other_batch_of_a_forward() -> None:
     run(own, *rows_of(0, 24))
     second, inputs = rows_of(24, 29)
     first, last = rows_of(29, NUM)
-    context = run(own, JointBatch.of(first, second), torch.cat([last, inputs]))
+    context = run(own, MixedBatch.of(first, second), torch.cat([last, inputs]))
     pool = entry_pool()
     check(begin(dict(context.kept.pools), first))
     assert [new.stop for new in context.kept.new_rows()] == [29, 29, NUM, NUM]

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.registry import load_model
-from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.rounds.batch import ForwardBatch, MixedBatch
 from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.operations import preferring
@@ -50,7 +50,7 @@ def outputs(model: DecoderModel) -> list[torch.Tensor]:
     own = pools_of(config, PAGE_SIZE, NUM_PAGES, float("nan"))
     pools = ModelPools(own.kv.to(device), {name: each.to(device) for name, each in own.further.items()})
 
-    def run(batch: ForwardBatch | JointBatch) -> torch.Tensor:
+    def run(batch: ForwardBatch | MixedBatch) -> torch.Tensor:
         return model.forward_with_aux(batch, pools, ()).final.cpu()
 
     def built(*rows: BatchRow) -> ForwardBatch:
@@ -72,8 +72,8 @@ def outputs(model: DecoderModel) -> list[torch.Tensor]:
 
     prompts = built(row(0, 22), BatchRow(IDS[:6], 0, OTHER, tail=OTHER_TAIL))
     chunk = built(row(22, 26))
-    joint = JointBatch.of(round_of(1, 32), built(row(26, 31), BatchRow(IDS[:9], 0, [16, 17], tail=[9, 10])))
-    batches = [prompts, chunk, joint, round_of(3, 34, 9), round_of(3, 33, 10)]
+    mixed = MixedBatch.of(round_of(1, 32), built(row(26, 31), BatchRow(IDS[:9], 0, [16, 17], tail=[9, 10])))
+    batches = [prompts, chunk, mixed, round_of(3, 34, 9), round_of(3, 33, 10)]
     return [run(batch) for batch in batches]
 
 

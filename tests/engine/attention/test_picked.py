@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.registry import load_model
-from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.rounds.batch import ForwardBatch, MixedBatch
 from baton.engine.state.model_pools import ModelPools
 from baton.engine.work import BatchRow
 from baton.kernels.attention.attention import Tree
@@ -42,7 +42,7 @@ def outputs(model: DecoderModel) -> list[torch.Tensor]:
     keys = torch.full((1, NUM_PAGES, 1, 1, PAGE_SIZE, 24), float("nan"), device=device)
     pools = ModelPools(kv, {"index": keys})
 
-    def run(batch: ForwardBatch | JointBatch) -> torch.Tensor:
+    def run(batch: ForwardBatch | MixedBatch) -> torch.Tensor:
         return model.logits(model.forward_with_aux(batch, pools, ()).final).cpu()
 
     def built(*rows: BatchRow) -> ForwardBatch:
@@ -66,8 +66,8 @@ def outputs(model: DecoderModel) -> list[torch.Tensor]:
         PAGE_SIZE,
         Tree(torch.tensor([23, 9], device=device), visible.to(device)),
     )
-    joint = JointBatch.of(step, built(BatchRow(IDS[3:9], 0, [16, 17])))
-    return [run(batch) for batch in (prompts, chunk, step, tree, joint)]
+    mixed = MixedBatch.of(step, built(BatchRow(IDS[3:9], 0, [16, 17])))
+    return [run(batch) for batch in (prompts, chunk, step, tree, mixed)]
 
 
 def test_the_kernels_of_a_gpu_attend_to_what_those_of_a_cpu_do(model: DecoderModel) -> None:

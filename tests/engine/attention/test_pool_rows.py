@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.engine.attention.pool_rows import PoolRows, SeenRows
-from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.rounds.batch import ForwardBatch, MixedBatch
 from baton.engine.work import BatchRow
 from baton.kernels.attention.attention import Tree
 
@@ -71,7 +71,7 @@ def test_the_first_of_two_batches_sees_the_rows_of_the_second() -> None:
     """The last token of a sequence in a round follows its chunk in the same forward."""
     first = ForwardBatch.build([BatchRow([0], 6, PAGES[0])], PAGE_SIZE, "cpu")
     second = ForwardBatch.build([BatchRow([0] * 6, 0, PAGES[0])], PAGE_SIZE, "cpu")
-    rows = PoolRows.of(JointBatch.of(first, second), {"index": pool()})
+    rows = PoolRows.of(MixedBatch.of(first, second), {"index": pool()})
     rows.store("index", 1, torch.cat([numbers(6, 1), numbers(0, 6)]))
     last, chunk = stored(rows)
     assert (last.tokens, chunk.tokens) == (slice(0, 1), slice(1, 7))

@@ -114,19 +114,19 @@ def test_bytes_per_token_are_those_of_the_schema(name: str, tmp_path: Path) -> N
         "heavy_entries": num_heavy * 512 / 128 * 2,
         "index_inputs": num_sparse * 4 * 128 * 4,
         "sparse_inputs": num_sparse * 4 * 512 * 4,
-        "heavy_inputs": num_heavy * 2 * 512 * 4,
+        "heavy_sums": num_heavy * 2 * 512 * 4,
     }
     assert KvLayout.of(pool, 128).page_bytes / 128 == num_layers * 512 * 2
 
 
 @pytest.mark.parametrize(
-    ("name", "kept", "tail"), [("DeepSeek-V4-Flash", 6_880, 166_272), ("DeepSeek-V4-Pro", 9_848, 247_040)]
+    ("name", "kept", "tail"), [("DeepSeek-V4-Flash", 6_880, 95_872), ("DeepSeek-V4-Pro", 9_848, 137_920)]
 )
 def test_only_entries_are_kept_for_all_tokens(name: str, kept: int, tail: int, tmp_path: Path) -> None:
     """docs/models.md states these bytes per token."""
     target = read(tmp_path, name).with_tail().pool("bfloat16")
     windows = {each.name: each.window for each in target.further if each.window}
-    assert windows == {"index_inputs": 8, "sparse_inputs": 8, "heavy_inputs": 128, "window": 128}
+    assert windows == {"index_inputs": 8, "sparse_inputs": 8, "heavy_sums": 2, "window": 128}
     schema = make_schema(target, page_size=128)
     assert page_bytes(schema) == 128 * kept
     assert page_bytes(schema, of_tails=True) == 128 * tail

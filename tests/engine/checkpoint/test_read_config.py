@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from baton.engine.checkpoint.model_config import ModelConfig, RopeConfig
 from baton.engine.checkpoint.read_config import read_model_config
-from baton.metadata.errors import ModelError
+from baton.metadata.errors import ConfigError, ModelError
 
 Checkpoint = Callable[..., Path]
 
@@ -40,6 +40,31 @@ def read(tmp_path: Path, config: dict[str, object], generation: dict[str, object
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     return read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("published", "page_size"),
+    [
+        *((name, 16) for name in ("Llama-2-7b", "DeepSeek-V3", "gpt-oss-20b", "Gemma-3-1B")),
+        *(
+            (name, 64)
+            for name in ("DeepSeek-V3.2", "GLM-5.2", "Qwen3-Next-80B-A3B", "Qwen3.5-9B", "Kimi-Linear-48B-A3B")
+        ),
+        *((name, 128) for name in ("DeepSeek-V4-Flash", "DeepSeek-V4-Pro")),
+    ],
+)
+def test_a_model_says_how_long_its_pages_are(published: str, page_size: int, tmp_path: Path) -> None:
+    """Unless the operator says otherwise, which every model but DeepSeek-V4 takes."""
+    config = read_model_config(write_config(tmp_path, PUBLISHED[published]))
+    assert config.page_size(None) == page_size and config.page_size(256) == 256
+    for asked in (0, 4097):
+        with pytest.raises(ConfigError, match=f"page_size {asked} is out of range: use 1 to 4096 tokens"):
+            config.page_size(asked)
+    if page_size < 128:
+        assert config.page_size(6) == 6
+        return
+    with pytest.raises(ConfigError, match=r"page_size is 6, but .* entries of 128 tokens.* use --page-size 128 or a"):
+        config.page_size(6)
 
 
 def test_fields_and_defaults(tmp_path: Path) -> None:

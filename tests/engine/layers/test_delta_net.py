@@ -17,7 +17,7 @@ from baton.engine.attention.pool_rows import PoolRows
 from baton.engine.checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DeltaConfig
 from baton.engine.layers.delta_net import DeltaNet
 from baton.engine.products.linear import Linear
-from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.rounds.batch import ForwardBatch, MixedBatch
 from baton.engine.work import BatchRow
 from baton.kernels.attention.attention import Tree
 from baton.kernels.operations import preferring
@@ -72,7 +72,7 @@ class Text:
     def batch(self, num_new: int, position: int) -> ForwardBatch:
         return ForwardBatch.build([BatchRow([0] * num_new, position, self.pages)], self.page_size, "cpu")
 
-    def run(self, hidden: Tensor, batch: ForwardBatch | JointBatch) -> Tensor:
+    def run(self, hidden: Tensor, batch: ForwardBatch | MixedBatch) -> Tensor:
         context: Any = SimpleNamespace(further=PoolRows.of(batch, self.pools))
         return self.layer(hidden, context)
 
@@ -208,7 +208,7 @@ def test_a_sequence_may_have_its_next_token_beside_its_chunk() -> None:
     hidden, text = hidden_states(num_tokens=20), Text(4)
     expected = Text(4).outputs(hidden, [20])
     text.outputs(hidden, [7])
-    both = JointBatch.of(text.batch(1, 19), text.batch(12, 7))
+    both = MixedBatch.of(text.batch(1, 19), text.batch(12, 7))
     outputs = text.run(torch.cat([hidden[19:], hidden[7:19]]), both)
     assert torch.equal(outputs, torch.cat([expected[19:], expected[7:19]]))
 
@@ -231,7 +231,7 @@ def test_kernels_have_the_numbers_of_plain_torch() -> None:
         outputs.append(text.run(hidden[29:34], ForwardBatch.uniform(position, position, lens, table, 32)))
         position = torch.tensor([[49]])
         first = ForwardBatch.uniform(position, position, torch.tensor([50]), table, 32)
-        both = JointBatch.of(first, text.batch(15, 34))
-        joint = text.run(torch.cat([hidden[49:], hidden[34:49]]), both)
-        outputs += [joint[1:], joint[:1]]
+        both = MixedBatch.of(first, text.batch(15, 34))
+        mixed = text.run(torch.cat([hidden[49:], hidden[34:49]]), both)
+        outputs += [mixed[1:], mixed[:1]]
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-4, rtol=1e-4)

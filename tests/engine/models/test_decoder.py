@@ -124,6 +124,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(512), k=num_tokens)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "chunks",
     [(60,), (1, 5, 13, 20, 1, 1, 1, 17, 1), pytest.param((3,) * 20, marks=pytest.mark.whole)],

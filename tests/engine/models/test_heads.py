@@ -65,6 +65,7 @@ OWN_LAYERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("family", "more"), OWN_LAYERS, ids=[family for family, _ in OWN_LAYERS])
 def test_a_targets_own_layer_with_experts_equals_transformers(

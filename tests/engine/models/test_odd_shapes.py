@@ -20,7 +20,7 @@ from node_pair import node_pairs, params
 from own_mtp import with_mtp, with_qwen_mtp
 from safetensors.torch import load_file
 from solo import Solo
-from thinned import thinned
+from thinned import is_whole, thinned
 from ties import Reference
 
 from baton.engine.checkpoint.read_config import read_model_config
@@ -29,7 +29,7 @@ from baton.engine.models.registry import tensor_specs
 NUM_PAGES = 90
 MOST_BOUND = 2e-3  # of a tie, for a reference that disagrees with itself
 LONGEST = 300  # tokens of a prompt
-NUM_TOKENS = 12  # of an output
+NUM_TOKENS = 12 if is_whole() else 8  # of an output
 
 
 LENGTHS = thinned([[1, 8, 61], *([*range(i, i + 50)] for i in range(1, LONGEST, 50))], lambda i, _: i == 0)
@@ -231,6 +231,7 @@ HANDED_OVER = (  # pools of latents, with index keys, with picks that layers sha
     *("glm4-lite", "deepseek-v32", "glm-dsa", "gemma3", "gemma4-values-are-keys", "mimo", "deepseek-v4"),
     *("qwen3-next", "qwen3.5"),
 )
+TEXTS_IN_GATE = [name for name in HANDED_OVER if name != "qwen3.5"]  # has the pools of qwen3-next
 
 
 @pytest.fixture(params=SHAPES)
@@ -285,7 +286,7 @@ def test_the_tensors_are_what_transformers_writes(model: Path) -> None:
     assert {spec.name: spec.shape for spec in tensor_specs(read_model_config(model), written)} == written
 
 
-@pytest.mark.parametrize("shape", thinned(SHAPES, lambda _, name: name in HANDED_OVER), indirect=True)
+@pytest.mark.parametrize("shape", thinned(SHAPES, lambda _, name: name in TEXTS_IN_GATE), indirect=True)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda each: f"{each[0]}-{each[-1]}")
 def test_the_handoff_serves_the_text_of_transformers(model: Path, shape: Shape, lengths: list[int]) -> None:
     """Prompts of each length: one of its own, in chunks, and one that finds its beginning in the prefix cache. Two
@@ -319,7 +320,7 @@ PARTS = [slice(i, None, 5) for i in range(5)]
 @pytest.mark.parametrize(
     ("shape", "part"),
     thinned(
-        [("deepseek-v4", slice(7, None, 60)), *itertools.product(dict.fromkeys([*V4, *HANDED_OVER]), PARTS)],
+        [("deepseek-v4", slice(7, None, 60)), *itertools.product(SHAPES, PARTS)],
         lambda i, *_: i == 0,
     ),
     indirect=["shape"],
@@ -350,7 +351,7 @@ def test_a_prompt_may_end_at_each_offset_behind_a_hit_at_each_page_edge(model: P
 @pytest.mark.parametrize(
     ("shape", "chunks"),
     thinned(
-        [("deepseek-v4", range(3, 131, 127)), *((name, range(i, i + 52)) for name in V4 for i in range(1, 260, 52))],
+        [("deepseek-v4", range(7, 131, 123)), *((name, range(i, i + 52)) for name in V4 for i in range(1, 260, 52))],
         lambda i, *_: i == 0,
     ),
     indirect=["shape"],
@@ -373,7 +374,8 @@ def test_no_way_to_compute_it_changes_the_text(model: Path, shape: Shape) -> Non
     """Grammars, choices, penalties, hits, preemptions and local prompts, between unlike numbers of ranks."""
     if shape.page_size != PAGE_SIZE:
         pytest.skip("few requests would fill a page")
-    both = settings(shape, num_pages=190, max_running=10, chunk_tokens=5)
+    num_pages = 500 if shape.family == "kimi_linear" else 190  # its states are large: a pool has few tail pages
+    both = settings(shape, num_pages=num_pages, max_running=10, chunk_tokens=5)
     plain = Plain.of(model)
     with node_pairs() as start:
         pair = start(model, prefill={**both, "tp": 2}, decode=both)

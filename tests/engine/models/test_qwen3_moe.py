@@ -113,6 +113,7 @@ def forward(model_dir: Path, ids: Sequence[int], chunks: Sequence[int]) -> tuple
     return torch.cat(logits), torch.cat(aux, 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunks", [(60,), (1, 5, 13, 20, 1, 1, 1, 17, 1)], ids=["whole", "odd"])
 def test_logits_equal_transformers(model_dir: Path, chunks: tuple[int, ...]) -> None:
     ids, model = prompt(60), Reference(model_dir).model

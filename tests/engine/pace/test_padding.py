@@ -18,8 +18,8 @@ from baton.decode_node.round_clock import RoundSeconds
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.pace import padding
-from baton.engine.pace.joint_sizes import EVERY_SIZE
-from baton.engine.pace.padding import measure_chunk, measure_costs, measure_joint, measure_prompt, measure_round
+from baton.engine.pace.mixed_sizes import EVERY_SIZE
+from baton.engine.pace.padding import measure_chunk, measure_costs, measure_mixed, measure_prompt, measure_round
 from baton.engine.prompts.prompts import Prompts
 from baton.engine.rounds.batch import Computed
 from baton.engine.work import BatchRow
@@ -36,7 +36,7 @@ def test_a_measured_chunk_changes_no_sequence(name: str, checkpoint: Callable[..
     page_size = solo.engine.pool.page_size
     for num_tokens in (1, page_size, 3 * page_size + 1):
         assert 0 < measure_chunk(solo.executor, num_tokens, page_size) < 60
-        assert 0 < measure_joint(solo.executor, 2, num_tokens, page_size) < 60
+        assert 0 < measure_mixed(solo.executor, 2, num_tokens, page_size) < 60
     assert torch.equal(solo.target_kv(sequence), kv)
     assert solo.run(sequence, 12, 2) == expected
 
@@ -45,9 +45,9 @@ def test_no_chunk_takes_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     """The rounds were disturbed, and those with a chunk were not. A router takes no times below zero."""
     monkeypatch.setattr(padding, "measure_round", lambda *_: 2.0)
     monkeypatch.setattr(padding, "measure_chunk", lambda *_: 1.0)
-    executor: Any = SimpleNamespace(num_slots=4, joint_sizes=EVERY_SIZE)
+    executor: Any = SimpleNamespace(num_slots=4, mixed_sizes=EVERY_SIZE)
     costs = measure_costs(executor, 64, 4)
-    assert 0 < costs.seconds(64, 0, is_joint=False) < 1e-3
+    assert 0 < costs.seconds(64, 0, is_mixed=False) < 1e-3
     budget = ChunkBudget(costs, RoundSeconds(0.01), 64, None)
     for num_streams in (0, 1):
         assert budget.rate(num_streams, 0).token_s > 0

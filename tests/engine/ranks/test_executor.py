@@ -99,6 +99,7 @@ def test_a_rank_has_its_heads_and_hidden_units_only(pairs: Pairs, one: Engine) -
     assert layers[0].mlp.down.in_size * 2 == layers[1].mlp.down.in_size
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("steps", [(0,), (3, 0, 0, 1)], ids=["no drafts", "drafts"])
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_two_ranks_give_the_tokens_of_one_process(pairs: Pairs, one: Engine, chunk: int, steps: Any) -> None:

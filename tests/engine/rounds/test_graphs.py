@@ -13,7 +13,7 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.pace.draft_length import DraftShape
-from baton.engine.pace.joint_sizes import CHUNK_SIZES, JointSize
+from baton.engine.pace.mixed_sizes import CHUNK_SIZES, MixedSize
 from baton.engine.rounds import graphs
 from baton.engine.rounds.device_executor import DeviceExecutor
 from baton.engine.rounds.graphs import graph_sizes
@@ -107,8 +107,8 @@ def test_graphs_that_find_no_memory_at_start_are_refused_in_words(
 def test_a_rehearsal_captures_the_largest_bucket_beside_the_inputs_of_all(
     expects_prompts: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured, joint = list[list[int]](), list[list[JointSize]]()
-    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, *_: joint.append(graphs.sizes))
+    captured, mixed = list[list[int]](), list[list[MixedSize]]()
+    monkeypatch.setattr(StepGraphs, "capture", lambda graphs, *_: mixed.append(graphs.sizes))
     monkeypatch.setattr(graphs.RoundGraphs, "capture", lambda graphs, *_: captured.append(list(graphs._inputs)))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     engine = Engine(EngineConfig(model=str(checkpoint("llama")), device="cpu", threads=1, num_pages=8))
@@ -119,4 +119,4 @@ def test_a_rehearsal_captures_the_largest_bucket_beside_the_inputs_of_all(
         executor.rehearse(expects_prompts=expects_prompts)
     assert len(prompts) == expects_prompts
     assert captured == [[5]]
-    assert joint == ([[JointSize(5, DraftShape(0), CHUNK_SIZES[-1])]] if expects_prompts else [[]])
+    assert mixed == ([[MixedSize(5, DraftShape(0), CHUNK_SIZES[-1])]] if expects_prompts else [[]])

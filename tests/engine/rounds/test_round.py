@@ -184,6 +184,7 @@ def test_noise_of_the_drafts_own_ids_is_caught(permuted: Solo, monkeypatch: pyte
     assert num_accepted < 0.8 * num_drafted, (num_accepted, num_drafted)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_head_that_is_the_target_is_always_accepted(
@@ -227,6 +228,7 @@ def run_trees(solo: Solo, fields: dict[str, Any]) -> float:
     return solo.rounds.stats.num_accepted / solo.rounds.stats.num_drafted
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_whole_tree_of_a_head_that_is_the_target_is_always_accepted(
@@ -332,19 +334,19 @@ def p_value(drawn: np.ndarray, expected: np.ndarray) -> float:
     return float(stats.chisquare(observed, np.array(predicted) * (sum(observed) / sum(predicted))).pvalue)
 
 
-def check_distribution(drawn: np.ndarray, joint: np.ndarray) -> None:
+def check_distribution(drawn: np.ndarray, mixed: np.ndarray) -> None:
     """Each token by itself, and each with its successor."""
-    margins = [joint.sum((1, 2)), joint.sum((0, 2)), joint.sum((0, 1))]
+    margins = [mixed.sum((1, 2)), mixed.sum((0, 2)), mixed.sum((0, 1))]
     for at, margin in enumerate(margins):
         assert p_value(drawn[:, at], margin) > P_VALUE, at
-    for at, pairs in enumerate((joint.sum(2), joint.sum(0))):
+    for at, pairs in enumerate((mixed.sum(2), mixed.sum(0))):
         assert p_value(drawn[:, at] * VOCAB + drawn[:, at + 1], pairs.ravel()) > P_VALUE, at
 
 
 CASES: list[dict[str, Any]] = [{"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.5}]
 
 
-@pytest.mark.parametrize("fields", thinned(CASES, lambda i, _: i > 0))
+@pytest.mark.parametrize("fields", thinned(CASES, lambda i, _: i == 1))
 def test_output_has_the_targets_distribution(half_right: Solo, fields: dict[str, Any]) -> None:
     drawn, acceptance = draw(half_right, fields)
     assert 0.2 < acceptance < 0.9, acceptance  # both outcomes of a draft are frequent
@@ -362,7 +364,7 @@ def test_emitting_what_follows_rejected_drafts_is_caught(half_right: Solo, monke
 
 
 @pytest.mark.parametrize(
-    ("topk", "fields"), thinned([(2, CASES[0]), (3, CASES[1]), (2, CASES[2])], lambda i, *_: i < 2)
+    ("topk", "fields"), thinned([(2, CASES[0]), (3, CASES[1]), (2, CASES[2])], lambda i, *_: i == 1)
 )
 def test_output_of_trees_has_the_targets_distribution(
     make_half_right_trees: Callable[[int], Solo], topk: int, fields: dict[str, Any]

@@ -1,7 +1,7 @@
 """A round and a chunk of prompts in one forward bring what they bring one after the other.
 
 On a CPU the executor runs the steps of a round directly. The graphs' own functions run in Triton's interpreter, with a
-stand-in for the capture. tests/gpu/test_joint_cuda.py tests the graphs themselves.
+stand-in for the capture. tests/gpu/test_mixed_cuda.py tests the graphs themselves.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from scratch import check_state
 from solo import POISON, Running, Solo, coach, spoil
 from thinned import thinned
 
-from baton.engine.pace import joint_sizes
+from baton.engine.pace import mixed_sizes
 from baton.engine.pace.draft_length import DraftShape
-from baton.engine.pace.joint_sizes import JointSize
+from baton.engine.pace.mixed_sizes import MixedSize
 from baton.engine.prompts.graphs import PromptInputs
 from baton.engine.rounds import device_executor, graphs, step_graphs
 from baton.engine.rounds.batch import ForwardBatch
@@ -175,18 +175,18 @@ def tell(monkeypatch: pytest.MonkeyPatch, solo: Solo) -> None:
     coach(monkeypatch, truths, lambda seed, position: (position + 3 * seed) % 7 not in (2, 3))
 
 
-def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_mixed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of rows of each chunk that shares a forward."""
-    joint: list[int] = []
+    mixed: list[int] = []
     verify = device_executor.verify
 
     def counting(engine: Any, proposed: Any, beside: Any = None) -> Any:
         if beside is not None:  # a round with a grammar calls it, too
-            joint.append(beside.num_tokens)
+            mixed.append(beside.num_tokens)
         return verify(engine, proposed, beside)
 
     monkeypatch.setattr(device_executor, "verify", counting)
-    return joint
+    return mixed
 
 
 @pytest.mark.parametrize(
@@ -200,16 +200,16 @@ def count_joint(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ),
     ids=lambda each: each if isinstance(each, str) else ("tree" if each else "chain"),
 )
-def test_a_joint_forward_brings_what_two_forwards_bring(
+def test_a_mixed_forward_brings_what_two_forwards_bring(
     name: str, shape: dict[str, int], checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = target_of(name, checkpoint)
     drafting = settings(name, model, tmp_path, steps=3) | shape
     worlds = [World(Solo(model, num_pages=3000, buckets=(4,), **drafting), joins) for joins in (False, True)]
     tell(monkeypatch, worlds[0].solo)
-    joint = count_joint(monkeypatch)
+    mixed = count_mixed(monkeypatch)
     num_beside = run(worlds)
-    assert len(joint) == num_beside > 8 and all(joint)
+    assert len(mixed) == num_beside > 8 and all(mixed)
     accepted = [count for each in worlds[0].all for count in each.num_accepted]
     assert len(set(accepted)) > 1 or name == "ngram", accepted
 
@@ -276,7 +276,7 @@ def host_graphs(monkeypatch: pytest.MonkeyPatch) -> list[HostGraph]:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(device_executor, "captures", lambda device: True)
     monkeypatch.setattr(PromptInputs, "batch", host_batch)
-    monkeypatch.setattr(joint_sizes, "CHUNK_SIZES", PADDED_CHUNKS)
+    monkeypatch.setattr(mixed_sizes, "CHUNK_SIZES", PADDED_CHUNKS)
     for module in (graphs, step_graphs):
         monkeypatch.setattr(module, "captured", captured)
     return made
@@ -286,7 +286,7 @@ class Watched:
     """Checks replays of the graphs of an executor, and counts those of rounds with chunks."""
 
     def __init__(self, graphs: StepGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.graphs, self.sizes = graphs, list[JointSize]()
+        self.graphs, self.sizes = graphs, list[MixedSize]()
         self._replay, self._verify, self._propose = graphs._replay, graphs.verify, step_graphs.propose
         self._drafts: Drafts | None = None  # that the drafter proposed last
         monkeypatch.setattr(step_graphs, "propose", self._proposing)
@@ -317,7 +317,7 @@ class Watched:
         self._drafts = proposed.drafts
         return proposed
 
-    def _noting(self, size: JointSize, *rest: Any) -> Any:
+    def _noting(self, size: MixedSize, *rest: Any) -> Any:
         """Check that the forward ran the drafts, which are rarely right in a tree."""
         self.sizes.append(size)
         result, seam = self._verify(size, *rest), self.graphs._seam
@@ -353,7 +353,7 @@ def run_watched(
     ("name", "shape"),
     thinned(
         [*[(name, {}) for name in GRAPHED], ("eagle", TREES)],
-        lambda i, name, shape: name in ("eagle3", "standalone", "mtp3-deepseek") or bool(shape),
+        lambda i, name, shape: name in ("eagle3", "mtp3-deepseek") or bool(shape),
     ),
     ids=lambda each: each if isinstance(each, str) else ("tree" if each else "chain"),
 )
@@ -372,8 +372,8 @@ def test_graphs_of_the_steps_bring_what_two_forwards_bring(
     captured = World(Solo(model, num_pages=800, buckets=(5,), **drafting), joins=True)
     captured.solo.executor.warm_up(expects_prompts=True)
     watched, num_beside = run_watched(direct, captured, monkeypatch, host_graphs)
-    num_joint = sum(size.num_tokens > 0 for size in watched.sizes)
-    assert 4 < num_joint < num_beside, "some rounds and chunks are too large for the graphs"
+    num_mixed = sum(size.num_tokens > 0 for size in watched.sizes)
+    assert 4 < num_mixed < num_beside, "some rounds and chunks are too large for the graphs"
     assert {size.num_tokens for size in watched.sizes} == {0, *PADDED_CHUNKS}, "rounds with grammars, and with chunks"
 
 

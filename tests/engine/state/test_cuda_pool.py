@@ -276,26 +276,6 @@ def test_a_rank_gathers_its_heads_from_each_rank_that_has_some(
         assert ours.is_unchanged(), "all its heads came, to their places, and nothing else was written"
 
 
-def test_pages_of_several_ranks_of_the_peer_are_gathered_at_once(make_pools: MakePools) -> None:
-    """Page p of rank r has the number r * NUM_PAGES + p there. A launch copies neighbours of one rank."""
-    ours, *theirs = make_pools(0), make_pools(1), make_pools(2)
-    sizes = [kv.nbytes for kv in theirs[0].kvs]
-    mapping = ours.pool.map([2, 3, 4, 5], sizes, 2 * NUM_PAGES)
-    gather = ours.pool.gather(mapping, [3, NUM_PAGES + 3, NUM_PAGES + 5, 9], [7, 9, 1, 2])
-    gather.wait()
-    assert gather.checksums() == [
-        theirs[rank].pool.digest([page])[0] for rank, page in ((0, 3), (1, 3), (1, 5), (0, 9))
-    ]
-    for old, first, second in zip(ours.before, theirs[0].kvs, theirs[1].kvs, strict=True):
-        old[:, [7, 2]], old[:, [9, 1]] = first[:, [3, 9]], second[:, [3, 5]]
-    assert ours.is_unchanged()
-    mapping.close()
-    unmapped = [which for _, what, which in ours.cuda.log if what == "unmaps"]
-    assert unmapped == ["2", "3", "4", "5"]
-    with pytest.raises(TransferError, match="2 ranks of the peer cannot have equal shares of its 81 pages"):
-        ours.pool.map([2, 3, 4, 5], sizes, 2 * NUM_PAGES + 1)
-
-
 def test_parts_of_words_cannot_be_gathered() -> None:
     layout = KvLayout.of(pool_of(1, "bfloat16", [KvPlane("k", num_heads=2, head_dim=1, dtype="bfloat16")]), 1)
     with pytest.raises(AssertionError, match="a block on a GPU is copied by words"):

@@ -92,7 +92,7 @@ def test_a_share_is_a_share(share: float) -> None:
 
 
 def test_the_first_pools_hold_one_chunk() -> None:
-    assert (rehearsal_pages(EngineConfig(chunk_tokens=100, page_size=16), torch.device("cuda")) - 1) * 16 > 100
+    assert (rehearsal_pages(100, 16) - 1) * 16 > 100
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_pools_are_fitted_only_if_the_work_of_service_can_be_rehearsed(
     config = EngineConfig(device="cuda", num_pages=given)
     startup.load_engine(config)
     fits = has_kernels and given is None
-    assert made == [(given, rehearsal_pages(config, torch.device("cuda")) if fits else None)]
+    assert made == [(given, rehearsal_pages(config.chunk("cuda"), 16) if fits else None)]
     assert len(fitted) == fits
 
 

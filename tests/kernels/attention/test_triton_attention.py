@@ -182,6 +182,7 @@ def test_large_scores() -> None:
     case.check(case.decode(num_slots=2, block_n=16))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_slots", [5, 7])
 @pytest.mark.parametrize(("query_len", "heads", "window"), [(1, (4, 2), None), (9, (3, 1), None), (9, (3, 1), 20)])
 def test_one_long_sequence_among_short_ones(

@@ -73,6 +73,7 @@ SHAPES = [  # (query_lens, seq_lens, num_heads, page_size)
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -89,6 +90,7 @@ def test_absorbed_queries(
     assert torch.equal(q, layer.q) and torch.equal(stored, layer.stored) and heads.is_contiguous()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

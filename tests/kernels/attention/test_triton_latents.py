@@ -51,6 +51,7 @@ def check(case: Case, out: torch.Tensor) -> None:
     torch.testing.assert_close(out, expected[..., :RANK], atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "num_heads", "page_size"),

@@ -59,6 +59,7 @@ def check(case: Case, num_heads: int, num_picks: int, *, ragged: bool = False, p
             assert out.rows[token, : len(rows)].tolist() == rows
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "page_size", "num_picks"),

@@ -159,6 +159,7 @@ def part_kernel(
 WAYS = ("by length", "by items")  # by which a launch of its own combines parts
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("head_dim", [10, 72])
 @pytest.mark.parametrize("way", [*WAYS, *(f"{way}, two at once" for way in WAYS), "last to arrive"])
 def test_parts_equal_the_whole(way: str, head_dim: int) -> None:

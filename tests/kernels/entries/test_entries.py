@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.kernels.entries.entries import attend_rows, compress, rotate_pairs_
-from baton.kernels.products.norm import Norm
+from baton.kernels.entries.entries import attend_rows, compress, rotate_pairs_, window_sums
+from baton.kernels.products.norm import Norm, rms_norm
 
 WIDTH, RATE = 6, 4
 
@@ -37,6 +37,26 @@ def test_an_entry_is_the_softmax_of_each_column(*, overlaps: bool, has_before: b
             expected[column] = sum(weight * kv[row, at] for weight, (row, at, _) in zip(weights, slots, strict=True))
         expected = expected * (expected.square().mean() + 1e-6).rsqrt() * norm.weight
         torch.testing.assert_close(entries[window], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [[11], [1] * 11, [3, 1, 5, 2]], ids=str)
+def test_sums_of_windows_are_the_same_however_a_text_is_divided(chunks: list[int]) -> None:
+    """Bit for bit. At the end of a window they are its entry before the norm."""
+    rows, bias = random(11, 2 * WIDTH, seed=0), random(RATE, WIDTH, seed=1)
+    whole, start, before = window_sums(rows, bias, 0, None), 0, None
+    for num in chunks:
+        sums = window_sums(rows[start : start + num], bias, start, before)
+        assert torch.equal(sums, whole[start : start + num])
+        start += num
+        before = sums[-1] if start % RATE else None
+    norm = Norm(random(WIDTH, seed=2), 1e-6)
+    expected = compress(rows[: 2 * RATE], bias, norm, has_before=False)
+    torch.testing.assert_close(rms_norm(whole[RATE - 1 :: RATE, :WIDTH], *norm), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_sums_of_windows_take_gates_of_any_size() -> None:
+    rows = torch.tensor([[1.0, 3e4], [2.0, -3e4], [3.0, -3e4], [5.0, 3e4]])
+    assert window_sums(rows, torch.zeros(4, 1), 0, None)[:, 0].tolist() == [1, 1, 1, 3]
 
 
 def test_an_entry_does_not_depend_on_the_windows_beside_it() -> None:

@@ -17,6 +17,7 @@ from baton.kernels.products.fp8 import BLOCK, E4M3, round_rows_ref
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's exp overflows aloud
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_experts", "num_active"), [(1, 7, 2), (33, 7, 3), (200, 3, 2)])
 @pytest.mark.parametrize(("out_size", "in_size"), [(256, 128), (88, 72)])
@@ -29,6 +30,7 @@ def test_products_of_plain_weights(
     check_products(random(chosen.numel(), in_size, dtype=dtype), None, weight, chosen, num_experts, dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("num_rows", "num_experts", "num_active"), [(1, 7, 2), (200, 3, 2)])
 @pytest.mark.parametrize(
     ("out_size", "in_size", "rows", "group"), [(256, 256, BLOCK, BLOCK), (88, 200, 1, BLOCK), (88, 72, 1, 72)]

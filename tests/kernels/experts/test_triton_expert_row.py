@@ -101,6 +101,7 @@ def test_there_may_be_more_pairs_than_warps() -> None:
     Row.make(40, 33, 16, torch.float32).check(gate_up, down)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_rounded", [False, True])
 @pytest.mark.parametrize(("size", "inner_size", "rows", "is_power"), [(256, 128, BLOCK, True), (200, 88, 1, False)])
 def test_experts_of_one_row_of_fp8(size: int, inner_size: int, rows: int, is_power: bool, is_rounded: bool) -> None:

@@ -43,6 +43,7 @@ def check(x: Tensor, weight: Tensor, product_bias: Tensor | None, bias: Tensor |
     torch.testing.assert_close(ours.shares, theirs.shares, atol=1e-6, rtol=2e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_routes_are_those_of_the_reference(name: str, has_bias: bool) -> None:

@@ -31,6 +31,7 @@ def test_a_number_becomes_the_nearest_one() -> None:
         assert torch.equal(triton_fp8_rows.round_to_scale(x, scale).float(), round_to_scale_ref(x, scale).float())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_power", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "group"), [(1024, 128), (1100, 128), (100, 128), (1100, 1100), (7, 7)])
@@ -43,6 +44,7 @@ def test_rows_are_rounded_as_by_the_reference(size: int, group: int, dtype: torc
         assert torch.equal(values.float(), expected.float())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_power", [False, True])
 @pytest.mark.parametrize(("size", "group"), [(1024, 128), (1100, 128), (100, 128), (1100, 1100)])
 @pytest.mark.parametrize("num_parts", [None, 0, 3])

@@ -56,6 +56,7 @@ def exact(x: Tensor, weight: Tensor) -> Tensor:
     return x.double() @ weight.double().T
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("adds", [False, True], ids=["stored", "added"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
@@ -80,6 +81,7 @@ def test_a_product(
     it.check(it.residual + product if adds else product)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize(("num_rows", "out_size", "in_size", "block_n", "block_k"), SHAPES)
@@ -95,13 +97,18 @@ def test_a_gated_product(
     it.check(silu_mul_ref(exact(x, it.weight).to(dtype)), slack=3)  # x, gate and up are rounded
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_wide", [False, True], ids=["weight of 16 bits", "weight in float32"])
 @pytest.mark.parametrize(("num_rows", "out_size", "in_size", "block_n", "block_k"), SHAPES)
 def test_a_norm_before_and_a_residual_after(
-    num_rows: int, out_size: int, in_size: int, block_n: int, block_k: int, dtype: torch.dtype
+    num_rows: int, out_size: int, in_size: int, block_n: int, block_k: int, is_wide: bool, dtype: torch.dtype
 ) -> None:
-    """Rows of unlike size are normed each by itself, also a row of zeros, which eps keeps finite."""
+    """Rows of unlike size are normed each by itself, also a row of zeros, which eps keeps finite. A weight in float32
+    (norms of Gemma and Qwen3.5) multiplies numbers that were not rounded."""
     it = Operands(num_rows, out_size, in_size, dtype)
+    if is_wide:
+        it.norm = Norm(it.norm.weight.float() + 2**-12, EPS)
     it.x.mul_(torch.logspace(-1, 1, num_rows, device=DEVICE).unsqueeze(1))
     it.x[-1] = 0.0 if num_rows > 1 else it.x[-1]
     vector_product(it.x, it.weight, it.bias, it.out, block_n, block_k, num_warps=2, norm=it.norm, adds=True)

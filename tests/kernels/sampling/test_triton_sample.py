@@ -86,6 +86,7 @@ def test_adding_noise_writes_its_rows_only() -> None:
 # --- argmax -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (5, 1023), (7, 2500), (0, 9)])
 def test_argmax_equals_the_formula(num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -138,6 +139,7 @@ FILTERED = Filters(
 )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("filters", [FILTERED, FILTERED._replace(top_k=None, top_p=None)], ids=["all", "min_p"])
 def test_filtered_rows_equal_the_reference(filters: Filters, dtype: torch.dtype) -> None:

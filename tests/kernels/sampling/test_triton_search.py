@@ -99,6 +99,7 @@ def threshold_ref(row: Tensor, needed: int, *, is_weight: bool) -> float:
     return ranked[int((amounts.cumsum(0) < needed).sum())].item()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_weight", [False, True])
 @pytest.mark.parametrize("name", rows())
 def test_a_row_is_searched_as_if_it_were_sorted(name: str, is_weight: bool) -> None:

@@ -38,6 +38,7 @@ def grown(grow_: Grow, shape: DraftShape, dtype: torch.dtype, seed: int) -> tupl
 SHAPES = [DraftShape(1, 2, 2), DraftShape(3, 2, 5), DraftShape(4, 3, 21), DraftShape(3, 8, 40)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_growth(shape: DraftShape, dtype: torch.dtype) -> None:

@@ -43,6 +43,7 @@ def places(case: Case) -> list[tuple[int, int]]:
     return [(int(case.table[seq, slot // case.page_size]), slot % case.page_size) for seq, slot in slots]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("with_norms", [False, True, torch.float32], ids=["plain", "norms", "float32 norms"])
 @pytest.mark.parametrize(
     ("query_lens", "page_size", "heads", "head_dim", "dtype"),

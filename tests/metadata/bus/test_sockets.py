@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -34,6 +36,34 @@ def pair() -> Iterator[Pair]:
     assert left.poll(5000, zmq.POLLOUT)  # connected
     yield left, right
     context.destroy(linger=0)
+
+
+# A connection whose routing id another one has taken over still sends, and then closes.
+REPLACED = """
+import time, zmq
+from baton.metadata.bus import hub, sockets
+from baton.metadata.bus.link import connect_dealer
+
+listening = zmq.Context().socket(zmq.ROUTER)
+hub._bind(listening, "tcp://127.0.0.1:*", None)
+ends = []
+for _ in range(2):
+    address = sockets.bound_address(listening)
+    ends.append(connect_dealer(zmq.Context(), address, b"node:1", None, None, max_frame=1000))
+    ends[-1].send(b"hello")
+    assert listening.poll(5000) and listening.recv_multipart()
+ends[0].send(b"more")
+assert not listening.poll(300)
+ends[0].close(linger=0)
+time.sleep(2.5 * sockets.ZMTP_HEARTBEAT_MS / 1000)
+ends[1].send(b"here")
+assert listening.recv_multipart() == [b"node:1", b"here"]
+"""
+
+
+def test_a_connection_that_was_replaced_does_not_abort_the_process_when_it_closes() -> None:
+    done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_epochs_differ_and_name_routing_ids() -> None:

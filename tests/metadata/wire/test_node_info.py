@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from baton.metadata.wire.node_info import MAX_POOLS, Capacity, DevicePools, RowField
+from baton.metadata.wire.node_info import MAX_POOLS, DevicePools, RowField
 
 
 @pytest.mark.parametrize("width", [0, (1 << 22) + 1])
@@ -21,9 +21,3 @@ def test_pools_of_a_gpu_are_at_least_one_with_a_whole_token(changes: dict[str, o
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(good), type=DevicePools).sizes == (1, 2)
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(good | changes), type=DevicePools)
-
-
-def test_a_request_can_use_the_pages_of_one_pool() -> None:
-    assert Capacity(60, 16, 8).request_pages == 60
-    assert Capacity(60, 16, 8, num_ranks=3, num_pools=3).request_pages == 20
-    assert Capacity(60, 16, 8, num_pools=0).request_pages == 60, "a peer may say anything"

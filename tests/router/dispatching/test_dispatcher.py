@@ -24,7 +24,8 @@ from baton.router.dispatching.streams import GAP_S, MAX_RESENDS, SILENCE_S
 from baton.router.errors import DeadlineExceeded, RequestCancelled
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import FULL_S, NodeGroup
-from baton.router.requests.request import Delta, Request, Sequence, TextOptions
+from baton.router.requests.delta import Delta, TextOptions
+from baton.router.requests.request import Request, Sequence
 from baton.router.waiting.admission import Asked
 
 from ..sites import make_hello, text_tokenizer

@@ -27,9 +27,10 @@ from baton.router.dispatching.reservations import Reservations
 from baton.router.dispatching.streams import TokenStreams
 from baton.router.http.server.errors import body_of, status_of
 from baton.router.nodes.node import Node, NodeGroup
-from baton.router.requests.request import Attempt, Request
+from baton.router.requests.attempt import Attempt
+from baton.router.requests.request import Request
 from baton.router.waiting.admission import Bounds, Queues, RefusedRequest
-from baton.router.waiting.queue import Entry
+from baton.router.waiting.entry import Entry
 
 from ..conftest import System
 from ..fake_nodes import FakeNode

@@ -17,8 +17,9 @@ from baton.metadata.wire.request import unpack_ids
 from baton.router.dispatching import reservations, streams
 from baton.router.dispatching.reservations import ANSWER_S, ASK_S, Reservations
 from baton.router.nodes.node import Node
-from baton.router.requests.request import Attempt, Request
-from baton.router.waiting.queue import Entry
+from baton.router.requests.attempt import Attempt
+from baton.router.requests.request import Request
+from baton.router.waiting.entry import Entry
 
 from ..conftest import System
 from ..fake_nodes import FakeNode

@@ -18,7 +18,9 @@ from baton.router.dispatching.effects import Effects, Output, Send
 from baton.router.dispatching.streams import GAP_S, MAX_RESENDS, SILENCE_S, TokensRefused, TokenStreams
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import Node
-from baton.router.requests.request import Attempt, Delta, Request, Sequence, TextOptions
+from baton.router.requests.attempt import Attempt
+from baton.router.requests.delta import Delta, TextOptions
+from baton.router.requests.request import Request, Sequence
 
 from ..conftest import System
 from ..fake_nodes import FakeNode

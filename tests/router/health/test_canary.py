@@ -13,7 +13,7 @@ from baton.router.health.verdicts import Answer, Token, text
 from baton.router.nodes.node import Node, NodeGroup
 from baton.router.requests.request import Request
 from baton.router.text.tokenizer import TextTokenizer
-from baton.router.waiting.queue import Pinned
+from baton.router.waiting.entry import Pinned
 
 from ..fake_nodes import make_layout
 from ..hellos import ClockedRegistry

@@ -21,6 +21,7 @@ from thinned import num_examples
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import CanaryOutcome, Capacity, GroupRank, Service
 from baton.metadata.wire.request import TokenLogprobs
+from baton.router.health import health
 from baton.router.health.canary import IDLE_TIMEOUT_S, MAX_TIMEOUT_S
 from baton.router.health.health import (
     FULL_RETRY_S,
@@ -34,7 +35,7 @@ from baton.router.health.health import (
 )
 from baton.router.health.outcomes import AWAITED_S
 from baton.router.nodes.node import Node
-from baton.router.requests.request import Attempt
+from baton.router.requests.attempt import Attempt
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..conftest import System
@@ -431,6 +432,35 @@ def test_pairs_that_serve_requests_need_no_canary(world: World) -> None:
     assert len(world.starts("p0", "d0")) == before
     world.look(INTERVAL_S + RETRY_S)
     assert len(world.starts("p0", "d0")) == before + 1
+
+
+def test_pairs_of_a_large_group_are_looked_at_in_turns(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the work of a look, and the canaries per second, grow with the nodes and not with their pairs."""
+    monkeypatch.setattr(health, "PAIRS_PER_NODE", 1)
+    nodes = [f"{role}{number}" for role in "pd" for number in range(6)]
+    world.join(*nodes)
+    (vote,) = world.health._votes.values()
+    assert len(vote.in_turn()) == 2 * len(nodes) < len(world.pairs())
+    world.look(1.0)
+    assert {*world.states().values()} == {"ready"}
+    before = len(world.starts("d0"))
+    world.look(3 * INTERVAL_S)  # 36 pairs for 12 nodes: an idle pair waits for three intervals
+    world.look(RETRY_S)
+    assert all(len(world.starts(*pair)) == 2 for pair in world.pairs())
+    assert len(world.starts("d0")) - before == 3
+
+
+def test_a_bad_pair_of_a_large_group_is_found_and_mended_in_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PAIRS_PER_NODE", 1)
+    world.join(*(f"{role}{number}" for role in "pd" for number in range(6)))
+    world.look(1.0)
+    world.health.doubt(world.nodes["p3"], world.nodes["d4"], "the transfer failed", world.now)
+    assert not world.is_usable("p3", "d4")
+    world.look()
+    assert "e-d4" not in world.told["p3"]
+    world.look(RETRY_S)
+    assert world.is_usable("p3", "d4")
+    assert "e-d4" in world.told["p3"]
 
 
 def test_a_failed_transfer_takes_a_pair_out_until_a_canary_passes(world: World) -> None:

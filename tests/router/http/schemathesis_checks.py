@@ -55,7 +55,7 @@ ARGUED = re.compile(
             "it cannot hold tool_use",  # the last message of the assistant
             "cannot read thoughts of this model",
             "has no place for tools",  # the template is the model's
-            "is another one",  # reasoning_effort and that of chat_template_kwargs
+            "its reasoning_effort is",  # reasoning_effort and that of chat_template_kwargs
             "Expected `int[^`]*`, got `float`",  # 5.0 is an integer to JSON Schema, not to the decoder
         )
     )

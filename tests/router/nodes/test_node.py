@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.metadata.wire.membership import Heartbeat
-from baton.metadata.wire.node_info import Load, NodeStats, RankLoad
-from baton.router.nodes.node import FULL_S, largest_room
+from baton.metadata.wire.node_info import Load, NodeStats
+from baton.router.nodes.node import FULL_S
 
 from ..sites import add_node, make_group
 
@@ -107,23 +107,6 @@ def test_only_a_healthy_node_that_is_not_draining_takes_new_work() -> None:
     assert not group.live("decode") and node.is_leaving
 
 
-def ranked_load(*free_pages: int) -> Load:
-    return Load(sum(free_pages), len(free_pages), 0, ranks=tuple(RankLoad(each, 1) for each in free_pages))
-
-
-def test_a_request_finds_room_on_one_rank() -> None:
-    node = add_node(make_group(), "decode", "d0", num_pages=100, num_pools=2)
-    node.report(ranked_load(30, 40), 1.0)
-    assert node.room == 40
-    node.reserve("a", 0, {0, 1}, 15)
-    assert (node.room, node.pledged_pages) == (30, 30), "the larger pool has 10 left"
-    node.reserve("b", 0, {0}, 25)
-    assert node.room == 10
-    node.grant("a", 0, {0})
-    node.report(ranked_load(30, 25), 1.0)
-    assert node.room == 25, "the node's figures count what it granted"
-
-
 def test_a_request_finds_room_only_beside_free_tail_pages() -> None:
     node = add_node(make_group(), "decode", "d0", num_pages=100)
     node.report(Load(30, 1, 0, free_tails=5), 1.0)
@@ -135,26 +118,3 @@ def test_a_request_finds_room_only_beside_free_tail_pages() -> None:
     assert node.room_for(3) == 20, "the node's figures count what it granted"
     node.release("a", 0, {0})
     assert node.holds_nothing
-
-
-def test_all_choices_of_a_request_find_room_on_one_rank() -> None:
-    node = add_node(make_group(), "decode", "d0", num_pages=100, num_pools=2, max_running=8)
-    assert node.choice_room == 4
-    node.reserve("a", 0, set(range(6)), 1)
-    assert node.choice_room == 2, "fewer are free on all ranks"
-
-
-def test_pledges_go_to_the_largest_pool() -> None:
-    assert largest_room([7], [2, 3]) == 2 and largest_room([7, 7], []) == 7
-    assert largest_room([5, 9, 7], [4, 4]) == 5 and largest_room([5, 9, 7], [4, 4, 9]) == 5
-    assert largest_room([1, 1], [5, 5]) == -4
-
-
-def test_a_node_that_refused_shows_more_room_if_its_largest_pool_has_more() -> None:
-    node = add_node(make_group(), "decode", "d0", num_pages=100, num_pools=2)
-    node.report(ranked_load(30, 5), 1.0)
-    node.refuse(10.0)
-    node.report(ranked_load(30, 29), 1.0)
-    assert node.is_full(10.0), "a request that did not fit into 30 pages does not fit into 29"
-    node.report(ranked_load(30, 31), 1.0)
-    assert not node.is_full(10.0)

@@ -25,13 +25,14 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire import protocol
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.membership import TokenizerFile
-from baton.metadata.wire.node_info import GroupRank, NodeStats, Service
+from baton.metadata.wire.node_info import Capacity, GroupRank, NodeStats, Service
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import Ended
 from baton.router.errors import Conflict, NotFound
 from baton.router.nodes import registry
+from baton.router.nodes.drains import Drains
 from baton.router.nodes.node import Node, NodeGroup
-from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S, Drains
+from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
 
 from ..conftest import System
 from ..dispatching.test_runner import is_canary, own, wait_until
@@ -133,6 +134,11 @@ def test_a_closed_connection_frees_the_name_at_once(clocked: ClockedRegistry) ->
     clocked.registry.connection_lost(old, clocked.now)
     clocked.after(0.1)
     assert clocked.answers(new) == [m.Welcome]
+
+
+def test_a_node_of_protocol_6_with_ranks_is_refused_in_words(clocked: ClockedRegistry) -> None:
+    peer = clocked.hello(capacity=Capacity(num_pages=8, page_size=16, max_running=4, num_ranks=2, num_pools=2))
+    assert clocked.refusal(peer) == "its 2 ranks are one node, as in protocol 6: start it from a newer release"
 
 
 def test_a_node_with_the_name_of_a_living_node_is_refused(clocked: ClockedRegistry) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.metadata.wire import messages as m
-from baton.router.placement.affinity import PrefixAffinity, SessionAffinity
+from baton.router.placement.affinity import ExpectedPages, SessionAffinity
 
 from ..conftest import System
 from ..dispatching.test_runner import own
@@ -19,27 +19,27 @@ def test_the_sessions_that_are_idle_longest_are_forgotten() -> None:
     assert [sessions.node_of(session) for session in (b"a", b"b", b"c", None)] == [3, None, 4, None]
 
 
-def test_affinity_is_bounded_and_forgets_ends_first() -> None:
-    affinity = PrefixAffinity(max_pages=4)
-    affinity.note("a", [1, 2, 3], 0.0)
-    assert affinity.num_matched("a", [1, 2, 3, 4]) == 3
-    assert affinity.num_matched("a", [1, 9, 3]) == 1
-    assert affinity.num_matched("b", [1, 2, 3]) == 0
-    affinity.note("a", [7, 8], 0.0)
-    assert affinity.num_matched("a", [7, 8]) == 2
-    assert affinity.num_matched("a", [1, 2, 3]) == 2
-    affinity.forget("a")
-    assert affinity.num_matched("a", [7, 8]) == 0
+def test_expected_pages_are_bounded_and_the_ends_of_prompts_are_forgotten_first() -> None:
+    pages = ExpectedPages(max_pages=4)
+    pages.note("a", [1, 2, 3], 0.0, since=0.0)
+    assert pages.num_matched("a", [1, 2, 3, 4], since=0.0) == 3
+    assert pages.num_matched("a", [1, 9, 3], since=0.0) == 1
+    assert pages.num_matched("b", [1, 2, 3], since=0.0) == 0
+    pages.note("a", [7, 8], 0.0, since=0.0)
+    assert pages.num_matched("a", [7, 8], since=0.0) == 2
+    assert pages.num_matched("a", [1, 2, 3], since=0.0) == 2
+    pages.forget("a")
+    assert pages.num_matched("a", [7, 8], since=0.0) == 0
 
 
 def test_pages_that_a_node_has_told_since_are_not_expected() -> None:
-    affinity = PrefixAffinity()
-    affinity.note("a", [1, 2], 10.0)
-    affinity.note("a", [1, 2, 3], 11.0)
-    assert affinity.num_matched("a", [1, 2, 3], since=11.0) == 3
-    assert affinity.num_matched("a", [1, 2, 3], since=11.1) == 0
-    affinity.note("a", [7], 13.0, since=12.0)
-    assert affinity.num_matched("a", [1, 2, 3]) == 0, "what nobody asks for takes no memory"
+    pages = ExpectedPages()
+    pages.note("a", [1, 2], 10.0, since=0.0)
+    pages.note("a", [1, 2, 3], 11.0, since=0.0)
+    assert pages.num_matched("a", [1, 2, 3], since=11.0) == 3
+    assert pages.num_matched("a", [1, 2, 3], since=11.1) == 0
+    pages.note("a", [7], 13.0, since=12.0)
+    assert pages.num_matched("a", [1, 2, 3], since=0.0) == 0, "what nobody asks for takes no memory"
 
 
 def test_equal_prefixes_meet_on_one_prefill_node(make_system: Callable[..., System]) -> None:

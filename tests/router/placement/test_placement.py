@@ -10,25 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.metadata.wire import messages as m
-from baton.metadata.wire.membership import CachedPages
-from baton.metadata.wire.node_info import Capacity, Load, RankLoad
-from baton.router.nodes.node import Node
+from baton.metadata.wire.node_info import Capacity, Load
 from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill
-from baton.router.placement.placement import (
-    EXPECTED_S,
+from baton.router.placement.node_choice import (
     DecodeFigures,
-    Placement,
     PrefillFigures,
     choose_decode,
     choose_prefill,
     decode_reason,
     prefill_reason,
 )
-from baton.router.waiting.queue import Entry
+from baton.router.placement.placement import EXPECTED_S, Placement
+from baton.router.waiting.entry import Entry
 
 from ..conftest import System
 from ..dispatching.test_runner import own, wait_until
-from ..sites import add_node, make_group, make_request
+from ..sites import add_node, make_group, make_request, tell_pages
 
 
 def decode(free: int = 100, running: int = 0, most: int = 10, *, is_full: bool = False) -> DecodeFigures:
@@ -292,25 +289,6 @@ def test_a_prompt_about_as_large_as_the_pool_is_served_or_refused_at_once(
     assert (status, body.get("error", {}).get("param")) == ((200, None) if len_left == 2 else (400, "prompt")), body
 
 
-@pytest.mark.parametrize("is_local", [False, True])
-def test_a_request_goes_where_one_rank_has_room(is_local: bool) -> None:
-    """The pools of an idle node together have more pages than the busy node, but none has enough for the request."""
-    group = make_group()
-    nodes = [] if is_local else [add_node(group, "prefill", "p0", context_len=2000)]
-    ranked = add_node(group, "decode", "d0", context_len=2000, num_pools=2)
-    whole = add_node(group, "decode", "d1", context_len=2000)
-    ranked.report(Load(80, 0, 0, ranks=(RankLoad(38, 0), RankLoad(42, 0))), 0.0)
-    whole.report(Load(60, 3, 0), 0.0)
-    whole.reserve("other", 0, range(3), 0)
-    group.look(0.0, node_wait_s=0.0)
-    group.look(60.0, node_wait_s=0.0)
-    placement = Placement(lambda _prefill, _decode: True)
-    for prompt_len, chosen in ((16 * 45, whole), (16 * 30, ranked)):
-        entry = Entry(make_request(group, prompt_len=prompt_len), (0,))
-        place = placement.choose(entry, 0.0)
-        assert place is not None and (place.decode, [place.prefill]) == (chosen, nodes or [None]), place
-
-
 SHARED = decode(running=4, most=20)._replace(cached_share=1.0)
 
 
@@ -339,13 +317,6 @@ def test_the_reason_names_cached_pages_if_they_decide(figures: list[DecodeFigure
     assert choose_decode(figures, 5) == 1 and decode_reason(figures, 5, 1) == reason
 
 
-def told(node: Node, entry: Entry, num_pages: int, number: int = 0) -> None:
-    """Let a node tell that it has the first pages of a prompt."""
-    list(entry.names)
-    stored = b"".join(entry.names._whole[:num_pages])
-    node.cache.take(CachedPages(number=number, stored=stored, removed=b"", num_changes=num_pages, is_whole=True))
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_the_next_turn_goes_to_the_nodes_that_have_told_its_pages(late: bool) -> None:
     """Also if the router has never given them the prompt: it may have started since."""
@@ -355,7 +326,7 @@ def test_the_next_turn_goes_to_the_nodes_that_have_told_its_pages(late: bool) ->
     placement = Placement(lambda prefill, decode: True)
     entry = Entry(make_request(group, prompt_len=100), (0,))
     for node in (*prefills, *decodes):
-        told(node, entry, {"p1": 3, "p2": 5, "d1": 6}.get(node.node_id, 0))
+        tell_pages(node, entry.names, {"p1": 3, "p2": 5, "d1": 6}.get(node.node_id, 0))
     if late:
         for node in (*prefills, *decodes):
             node.cache.count(99, -100.0)
@@ -378,7 +349,7 @@ def test_no_prompt_is_placed_by_the_pages_of_another_tenant() -> None:
     own = Entry(make_request(group, prompt_len=100, cache_salt="a"), (0,))
     others = Entry(make_request(group, prompt_len=100, cache_salt="b"), (0,))
     for node in nodes:
-        told(node, own, 6 if node.node_id == "p1" else 0)
+        tell_pages(node, own.names, 6 if node.node_id == "p1" else 0)
     places = [placement.choose(entry, 0.0) for entry in (own, others)]
     assert [place and place.prefill and place.prefill.node_id for place in places] == ["p1", "p0"]
     assert places[1] is not None and "prefix cache" not in places[1].prefill_reason + places[1].decode_reason
@@ -391,7 +362,7 @@ def test_pages_of_a_prompt_under_way_are_expected_until_the_node_would_have_told
     placement = Placement(lambda prefill, decode: True)
     entry = Entry(make_request(group, prompt_len=100), (0,))
     for node in nodes:
-        told(node, entry, 0)
+        tell_pages(node, entry.names, 0)
     second = nodes[1]
     placement.begin_prompt(second, entry, 0, 10.0)
     assert placement._num_uncached(second, entry, 60.0) == 4, "the prompt still waits there"

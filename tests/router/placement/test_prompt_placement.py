@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.metadata.cache.names import PromptNames
 from baton.metadata.errors import RequestError
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import NodeStats
@@ -33,7 +34,7 @@ from baton.router.requests.request import Request
 from ..conftest import System
 from ..dispatching.test_dispatcher import IDS, Client, World, load
 from ..dispatching.test_runner import own, wait_until
-from ..sites import add_node, make_group
+from ..sites import add_node, make_group, tell_pages
 
 OLD = m.Compute.since - 1  # a protocol whose decode nodes cannot compute prompts
 
@@ -575,14 +576,6 @@ def test_a_node_that_cannot_compute_prompts_is_never_asked_to() -> None:
     assert len(world.got("d0", m.Reserve)) == 1 and not world.got("d0", m.Compute)
 
 
-@pytest.mark.parametrize("names", [("p0", "d0"), ("d0",)])
-def test_a_node_gets_no_more_choices_than_one_of_its_ranks_can_run(names: tuple[str, ...]) -> None:
-    world = local_world(*names, sizes={"num_pools": 2, "max_running": 8})
-    world.submit(n=6)
-    asked = world.got("d0", m.Reserve if "p0" in names else m.Compute)[-1]
-    assert asked.choices == (0, 1, 2, 3)
-
-
 # --- through the dispatcher, with the setting auto ---
 
 PREFILL_LOAD = m.Load(free_pages=1000, running=0, waiting=0, prompt_token_s=2e-5, prompt_fixed_s=0.004)
@@ -767,6 +760,8 @@ def test_the_next_turn_of_a_conversation_goes_to_the_decode_node_that_has_the_hi
     output = [11 * index % 90 for index in range(1000)]
     world.tokens(name, asked, 1, output[1:], reason="length")
     beat_all(world, "p0", "d0", "d1")
+    history = PromptNames(world.group.names, [*first, *client.ids[0]], "")
+    tell_pages(world.node(name), history, len(history))
     for _ in range(9):
         world.group.handoff_s.observe(HANDOFF_S)
     second = converse(world, [*first, *client.ids[0], *range(40)])

@@ -23,8 +23,10 @@ from baton.router.dispatching.dispatcher import Dispatcher
 from baton.router.dispatching.effects import Effect, Error, Send
 from baton.router.figures.metrics import Metrics
 from baton.router.nodes.node import Node
-from baton.router.requests.request import GRAMMAR_PROTOCOL, MAX_AHEAD, Delta, Need, Request, Sequence, TextOptions
-from baton.router.waiting.queue import Entry
+from baton.router.requests.delta import Delta, TextOptions
+from baton.router.requests.need import GRAMMAR_PROTOCOL, Need
+from baton.router.requests.request import MAX_AHEAD, Request, Sequence
+from baton.router.waiting.entry import Entry
 
 from ..sites import add_node, make_group, make_hello, make_request, text_tokenizer
 
@@ -444,22 +446,20 @@ def test_a_moved_request_gets_nodes_again_or_blocks_no_other(
     assert site.dispatcher.queues.num_waiting == 1 and not site.errors
 
 
-def test_a_request_must_fit_the_pool_of_one_rank() -> None:
-    """Pages of several ranks are one number in the node's Hello, and a request can use those of one rank."""
+def test_a_request_must_fit_the_pool_of_an_idle_node() -> None:
     group = make_group()
     nobody: Any = None
     request = Request("r", group, [5] * 500, SamplingParams(max_tokens=8), nobody, num_choices=1, now=0.0)
     need = Need.of(request, 0, needs_decode=True)
     assert need.decode_pages == 32 == need.prefill_pages
-    for num_pools, fits in ((1, True), (2, True), (3, False)):
+    for num_pages, fits in ((66, True), (32, True), (31, False)):
         prefill, decode = (
-            Node(make_hello(role, role, num_pages=66, num_pools=num_pools), group, 0.0)
-            for role in ("prefill", "decode")
+            Node(make_hello(role, role, num_pages=num_pages), group, 0.0) for role in ("prefill", "decode")
         )
         assert need.fits_prefill(prefill) == need.fits_decode(decode) == need.fits_local(decode) == fits
         assert need.fits_any([(prefill, decode)]) == fits
     lookahead = need._replace(pages_per_choice=2)
-    assert lookahead.most_choices(Node(make_hello("prefill", "p", num_pages=80, num_pools=2), group, 0.0)) == 5
+    assert lookahead.most_choices(Node(make_hello("prefill", "p", num_pages=40), group, 0.0)) == 5
 
 
 @pytest.mark.parametrize(("window", "num_tails"), [(0, 0), (5, 1), (6, 2), (22, 3), (2000, 32)])
@@ -473,11 +473,11 @@ def test_a_decode_node_needs_the_tail_pages_that_the_next_tokens_read_and_write(
     assert (need.decode_pages, need.num_tails) == (32, num_tails)
 
 
-def test_an_error_names_the_pages_of_one_rank() -> None:
+def test_an_error_names_the_pages_of_the_largest_pool() -> None:
     site = Site(16, 0, [Pool(60, 2000, 8, 0)], [Pool(60, 2000, 8, 0)])
     for role in ("prefill", "decode"):
         for node in site.group.live(role):
-            node.hello = make_hello(role, node.node_id, num_pages=60, context_len=2000, num_pools=2)
+            node.hello = make_hello(role, node.node_id, num_pages=30, context_len=2000)
     with pytest.raises(RequestError, match=r"needs 32 pages of 16 tokens; the largest prefill pool has 30"):
         site.dispatcher.submit(site.request("r", 500, 8), 0.0)
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thinned import num_examples
 
-from baton.router.text.detokenizer import MAX_HELD, StopStrings, make_detokenizer
+from baton.router.text.detokenizer import MAX_HELD, make_detokenizer
+from baton.router.text.stop_strings import StopStrings
 from baton.router.text.tokenizer import TextTokenizer
 
 from ..fake_nodes import make_tokenizer

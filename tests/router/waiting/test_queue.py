@@ -28,7 +28,8 @@ from baton.router.errors import NodeFault
 from baton.router.nodes.prompt_role import GroupFacts
 from baton.router.tenants.fair_share import DEFAULT, UNSHARED, Tenant
 from baton.router.waiting.admission import MARGIN_S, PATIENCE_S, Asked, Bounds, Queues
-from baton.router.waiting.queue import AGE_S, Entry, WaitingQueue, turn_of
+from baton.router.waiting.entry import Entry
+from baton.router.waiting.queue import AGE_S, WaitingQueue, turn_of
 
 from ..conftest import System
 from ..dispatching.test_runner import own, wait_until

@@ -78,7 +78,7 @@ class Polynomials:
         of_heads = attended.unflatten(1, (len(self.heads), -1, self.head_dim))
         for new in rows.new_rows():
             values = torch.tensor(self._values(rows, new))  # [num_new, num_heads, 3]
-            of_heads[new.tokens] += directions(values, self.head_dim).unsqueeze(2)
+            of_heads[new.tokens] += directions(values, self.head_dim).unsqueeze(2).to(attended.device)
         return attended
 
     def _values(self, rows: PoolRows, new: NewRows) -> list[Numbers]:
@@ -108,7 +108,8 @@ class Polynomials:
     def _keep(self, rows: PoolRows, pages: Tensor, edge: int, block: int, values: Numbers) -> None:
         divided = torch.zeros(len(self.heads), block * self.pool.row_width(rows.batches[0].page_size)).long()
         divided[:, : len(MULTIPLIERS)] = torch.tensor(values)
-        rows.write(VALUES, self.place, pages, edge - block, divided.unflatten(1, (block, -1)).transpose(0, 1))
+        divided = divided.unflatten(1, (block, -1)).transpose(0, 1).to(pages.device)
+        rows.write(VALUES, self.place, pages, edge - block, divided)
 
 
 def moved(values: Numbers, token_id: int, position: int, heads: Sequence[int]) -> Numbers:

@@ -123,7 +123,8 @@ def _run(argv: list[str], log: str, environ: dict[str, str], release: Path | Non
         from namespaces import begin_processes, enter
 
         enter(environ[HOST].split(":"))
-        begin_processes()
+        if FAULT_PLAN not in environ:  # the first process of a namespace could not strike itself
+            begin_processes()
     if FAULT_PLAN in environ:
         from faulty import switch_on
 

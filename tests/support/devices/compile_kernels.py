@@ -1,14 +1,20 @@
 """Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `picks`, `fp8`, `routes`,
-`experts`, `fp8_pages` or `delta`.
+`experts`, `fp8_pages`, `delta` or `entries`, or several. `python compile_kernels.py --write` compiles all, and writes
+KNOWN.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs.
 Each kernel is compiled once, with the tiles and types that come first, and 0 is printed for the others. Compilation
-ends when the bytes are known, before code of the device is written. With BATON_WHOLE_MATRIX=1 all are compiled to the
-end."""
+ends when the bytes are known, before code of the device is written. KNOWN keeps the bytes of kernels that have been
+compiled, by a digest of all that they depend on: their source and what it calls, types, constants, options and the
+version of Triton. A kernel is compiled if its digest is not there, so a change of a kernel is seen without that file.
+With BATON_WHOLE_MATRIX=1 all are compiled to the end, and the file is checked."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -20,10 +26,12 @@ import torch
 
 IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
 SHARED_BYTES = 227 * 1024  # of a processor of an H100
+KNOWN = Path(__file__).with_name("kernel_bytes.json")  # {kernel and digest: bytes of shared memory}
 _TYPES = {"table": "*i64", "seq_lens": "*i64", "starts": "*i32", "tree_starts": "*i64", "visible": "*i64"}
 _TYPES |= {"items": "*i64", "arrivals": "*i32", "parts": "*fp32", "stats": "*fp32", "rows": "*i64"}
 _E4M3 = "*fp8e4nv"
 _compiled: set[Any] = set()  # kernels
+_found: dict[str, int] = {}  # like KNOWN, of this process
 _ALIGNED = ("in_size", "part", "x_stride")  # multiples of 16, so that tiles pass through shared memory
 
 
@@ -63,8 +71,30 @@ def compiled_bytes(kernel: Any, constants: dict[str, Any], types: Mapping[str, s
     is_aligned = (kind.startswith("*") or name in _ALIGNED for name, kind in kinds.items())
     aligned = {(i,): [["tt.divisibility", 16]] for i, each in enumerate(is_aligned) if each}
     source = compiler.ASTSource(fn=kernel, signature=kinds, constexprs=places, attrs=aligned)
+    name = f"{kernel.__name__} {_digest(source, options)}"
+    if name not in _found:
+        known = None if IS_WHOLE else _known().get(name)
+        _found[name] = _compile(source, GPUTarget("cuda", 90, 32), options) if known is None else known
+    return _found[name]
+
+
+def _digest(source: Any, options: Mapping[str, int]) -> str:
+    import triton
+
+    parts = [triton.__version__, source.hash(), sorted(options.items())]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _known() -> dict[str, int]:
+    return json.loads(KNOWN.read_text())
+
+
+def _compile(source: Any, target: Any, options: Mapping[str, int]) -> int:
+    from triton import compiler
+
     try:
-        return compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared
+        return compiler.compile(source, target=target, options=options).metadata.shared
     except _Enough as enough:
         return enough.args[0]
 
@@ -139,13 +169,13 @@ def _picks() -> None:
     attends |= {"KEYS_FIRST": False, "tree_starts_ptr": None, "visible_ptr": None}
     _compiled.discard(triton_latents._decode_kernel)  # with each key on a page of its own
     print("sparse", compiled_bytes(triton_latents._decode_kernel, attends, num_warps=8, num_stages=3))
-    types |= {"scores": "*fp32", "nums": "*i32", "bounds": "*i32"}
-    print("bounds", compiled_bytes(triton_picks._bounds_kernel, {"SAMPLE": 8192}, types, num_warps=8))
-    print("candidates", compiled_bytes(triton_picks._candidates_kernel, {"PART": 4096}, types, num_warps=4))
-    few = {"PAGE_SIZE": 16, "RUN": 4096, "LEVELS": 7}
-    every = {"PAGE_SIZE": 16, "RUN": 16384, "LEVELS": 0, "slots_ptr": None, "nums_ptr": None}
+    types |= {"scores": "*fp32", "nums": "*i32", "keys": "*i32"}
+    parts = {"SAMPLE": 8192, "PART": 2048, "CHUNK": 2048, "ROOM": 2048, "ARE_FOURS": True, "DEPENDENT": True}
+    print("candidates", compiled_bytes(triton_picks._candidates_kernel, parts, types, num_warps=8))
+    few = {"PAGE_SIZE": 16, "RUN": 4096, "ROOM": 2048, "LEVELS": 6, "ARE_FOURS": True, "DEPENDENT": True}
+    every = few | {"RUN": 8192, "LEVELS": 0, "slots_ptr": None, "keys_ptr": None, "nums_ptr": None}
     for name, constants in (("choice", few), ("choice of all slots", every)):
-        print(name, compiled_bytes(triton_picks._choice_kernel, constants, types, num_warps=8))
+        print(name, compiled_bytes(triton_picks._choice_kernel, constants, types, num_warps=16))
 
 
 def _fp8() -> None:
@@ -340,10 +370,41 @@ def _delta() -> None:
     print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants, types, num_warps=4))
 
 
-if __name__ == "__main__":
+def _entries() -> None:
+    from baton.kernels.entries import triton_compress, triton_sums
+
+    types = _TYPES | dict.fromkeys(("pages", "made", "sums", "bias", "frequencies"), "*fp32")
+    types |= {"tails": "*i64"} | dict.fromkeys(("arrivals", "slots", "seqs", "firsts", "ends"), "*i32")
+    both = {"RATE": 4, "WIDTH": 512, "PAIRS": 32, "PAGE_SIZE": 128, "NUM_KEPT": 24, "STRIDE": 512, "BLOCK": 64}
+    both |= {"BLOCK_P": 256, "DEPENDENT": True}
+    more = {"MAKES": True, "STORES": True, "COLUMNS": 1024, "STORED": 256, "BLOCK_R": 8, "BLOCK_S": 256}
+    print("compress", compiled_bytes(triton_compress._compress_kernel, both | more, types, num_warps=4))
+    of_sums = both | {"RATE": 128, "NUM_KEPT": 18, "AT_ONCE": 8}
+    for stores in (True, False):
+        constants = of_sums | {"STORES": stores}
+        print(f"sums {stores}", compiled_bytes(triton_sums._sums_kernel, constants, types, num_warps=2))
+    constants = {"WIDTH": 512, "PAGE_SIZE": 256, "NUM_KEPT": 18, "BLOCK": 1024, "DEPENDENT": True}
+    print("store", compiled_bytes(triton_sums._store_kernel, constants, types, num_warps=4))
+
+
+def _check_known() -> None:
+    """Check the bytes in KNOWN. A kernel that has changed since is not there."""
+    wrong = {name: known for name, known in _known().items() if _found.get(name, known) != known}
+    assert not wrong, f"{KNOWN.name} has other bytes than { ({name: _found[name] for name in wrong}) }: {wrong}"
+
+
+def main(arguments: list[str]) -> None:
     if not IS_WHOLE:
         _end_when_bytes_are_known()
     groups = {"latents": _latents, "picks": _picks, "fp8": _fp8, "routes": _routes, "experts": _experts}
-    groups |= {"fp8_pages": _fp8_pages, "delta": _delta}
-    for group in sys.argv[1:]:
+    groups |= {"fp8_pages": _fp8_pages, "delta": _delta, "entries": _entries}
+    for group in groups if arguments == ["--write"] else arguments:
         groups[group]()
+    if IS_WHOLE:
+        _check_known()
+    elif arguments == ["--write"]:
+        KNOWN.write_text(json.dumps(_found, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

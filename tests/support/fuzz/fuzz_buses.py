@@ -34,7 +34,8 @@ from baton.metadata.wire.request import Ended, SamplingParams, Unit, pack_ids
 from baton.router.config import RouterConfig
 from baton.router.dispatching.runner import RunningDispatcher
 from baton.router.figures.metrics import Metrics
-from baton.router.requests.request import Delta, Request, Sequence
+from baton.router.requests.delta import Delta
+from baton.router.requests.request import Request, Sequence
 
 VOCAB_SIZE = 420
 LOAD = Load(free_pages=100, running=0, waiting=0)

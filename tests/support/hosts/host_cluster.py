@@ -15,7 +15,7 @@ DEMO = Path(__file__).parents[3] / "deploy" / "demo"  # a small trained model
 HOSTS = ("router", "prefill-0", "decode-0")
 NODE_WAIT_S = 60.0  # longer than any fault, so no request fails for want of a node
 HTTP_PORT, NODE_PORT, DATA_PORT = 8000, 5700, 7000
-_ANY: dict[Family, str] = {"ipv4": "0.0.0.0", "ipv6": "[::]"}
+ANY: dict[Family, str] = {"ipv4": "0.0.0.0", "ipv6": "[::]"}
 
 
 class HostCluster(Cluster):
@@ -46,7 +46,7 @@ class HostCluster(Cluster):
         return self
 
     def start_router(self, *flags: str) -> Process:
-        address = f"tcp://{_ANY[self.network.family]}:{self.node_port}"
+        address = f"tcp://{ANY[self.network.family]}:{self.node_port}"
         more = ["--keys", str(self.keys), "--node-wait-s", f"{NODE_WAIT_S:g}"]
         return self.start_process("router", "router", "--node-address", address, *more, *flags)
 
@@ -62,7 +62,7 @@ class HostCluster(Cluster):
         return {HOST: f"{network}:{mounts}"}
 
     def connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        return _ConnectionOfHost(self.network, self.client_host, self.router_host, self.http_port, timeout_s)
+        return ConnectionOfHost(self.network, self.client_host, self.router_host, self.http_port, timeout_s)
 
     @contextmanager
     def restarted(self, *names: str) -> Iterator[None]:
@@ -74,7 +74,7 @@ class HostCluster(Cluster):
             self.start_router() if name == "router" else self.start_wanted(name)
 
 
-class _ConnectionOfHost(http.client.HTTPConnection):
+class ConnectionOfHost(http.client.HTTPConnection):
     """A connection from a host to a port of a host."""
 
     def __init__(self, network: Network, source: str, target: str, port: int, timeout_s: float) -> None:

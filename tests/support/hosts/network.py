@@ -40,7 +40,7 @@ class Network:
         self._directory, self.family = directory, family
         self._numbers = {name: number for number, name in enumerate(hosts, start=1)}
         self._own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        self._lock = threading.Lock()
+        self._lock, self._is_closed = threading.Lock(), False
         directory.mkdir(parents=True, exist_ok=True)
         self.write_names()
         made = [[name, [f"{self.address(name, each)}/{_FORMATS[each][1]}" for each in _FORMATS]] for name in hosts]
@@ -63,7 +63,10 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """End the switch. A host ends with the last process in it."""
+        """End the switch. A host ends with the last process in it. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for pipe in (self._switch.stdin, self._switch.stdout):
             assert pipe is not None
             pipe.close()
@@ -108,8 +111,15 @@ class Network:
 
     def num_dropped(self, source: str, target: str) -> int:
         """Return how many frames from one host to another have been lost."""
+        return self._counts(source, target)[1]
+
+    def num_forwarded(self, source: str, target: str) -> int:
+        """Return how many frames from one host to another have arrived, or are on their way."""
+        return self._counts(source, target)[0]
+
+    def _counts(self, source: str, target: str) -> tuple[int, int]:
         ends = [self.hosts.index(source), self.hosts.index(target)]
-        return next(dropped for *of, _, dropped in self._command({"counts": True}) if of == ends)
+        return next((forwarded, dropped) for *of, forwarded, dropped in self._command({"counts": True}) if of == ends)
 
     def move(self, name: str) -> None:
         """Give a host other addresses. Its name stands for them from now on, and the old ones are nobody's."""

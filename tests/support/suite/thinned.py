@@ -18,19 +18,18 @@ def thinned(cells: Iterable[Any], is_kept: Callable[..., bool]) -> list[Any]:
 
 def halved(*axes: Iterable[Any]) -> list[Any]:
     """Return all combinations of the axes. The gate runs every other one of two axes, and of three axes or more those
-    that `pairs` chooses."""
-    cells = [tuple(zip(*cell, strict=True)) for cell in itertools.product(*map(enumerate, axes))]
-    kept = pairs([places for places, _ in cells])
-    return thinned(
-        [values for _, values in cells],
-        lambda i, *_: i in kept if len(cells[i][0]) > 2 else sum(cells[i][0]) % 2 == 0,
-    )
+    that `pairs` chooses. An axis of one value does not count."""
+    cells = [tuple(zip(*cell, strict=True)) for cell in itertools.product(*map(enumerate, map(list, axes)))]
+    places = [places for places, _ in cells]
+    num_axes = sum(len(set(axis)) > 1 for axis in zip(*places, strict=True))
+    kept = pairs(places) if num_axes > 2 else {i for i, each in enumerate(places) if sum(each) % 2 == 0}
+    return thinned([values for _, values in cells], lambda i, *_: i in kept)
 
 
-def pairs(cells: Sequence[tuple[Hashable, ...]]) -> set[int]:
-    """Return the places of a few cells in which every two values meet that meet in any cell. Each time the first cell
-    is taken in which most pairs are new."""
-    own = [set(itertools.combinations(enumerate(cell), 2)) for cell in cells]
+def pairs(cells: Sequence[tuple[Hashable, ...]], num_values: int = 2) -> set[int]:
+    """Return the places of a few cells in which every two values meet that meet in any cell, or every value occurs if
+    `num_values` is 1. Each time the first cell is taken in which most pairs are new."""
+    own = [set(itertools.combinations(enumerate(cell), num_values)) for cell in cells]
     left, kept = set[Any]().union(*own), set[int]()
     while left:
         kept.add(max(range(len(cells)), key=lambda i: len(own[i] & left)))

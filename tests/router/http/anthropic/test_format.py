@@ -16,7 +16,8 @@ from baton.metadata.wire import messages as m
 from baton.router.http.anthropic.format import MessagesFormat, block_events, block_of
 from baton.router.http.generation.output import OutputReader
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
-from baton.router.requests.request import Delta, Request
+from baton.router.requests.delta import Delta
+from baton.router.requests.request import Request
 from baton.router.tool_parsers.hermes import HermesParser
 
 from ...conftest import RunningRouter, System

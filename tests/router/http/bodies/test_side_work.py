@@ -64,11 +64,11 @@ def _chosen(size: int) -> Iterator[LimitBody]:
 
 
 def _in_gate(bodies: list[LimitBody]) -> list[LimitBody]:
-    """Return one in four of the fields and faults, each at one of the routes that have it."""
+    """Return one in eight of the fields and faults, each at one of the routes that have it."""
     alike: defaultdict[str, list[LimitBody]] = defaultdict(list)
     for each in bodies:
         alike[each.name].append(each)
-    return [same[i % len(same)] for i, same in enumerate([*alike.values()][::4])]
+    return [same[i % len(same)] for i, same in enumerate([*alike.values()][::8])]
 
 
 @pytest.mark.timing

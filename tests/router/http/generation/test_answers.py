@@ -16,7 +16,7 @@ from baton.metadata.errors import Unavailable
 from baton.router.http.generation import answers
 from baton.router.http.generation.answers import WholeAnswer, usage_of
 from baton.router.http.server import sse
-from baton.router.requests.request import Delta
+from baton.router.requests.delta import Delta
 
 from ...conftest import System
 

@@ -17,7 +17,7 @@ from baton.router.http.generation.output import OutputReader
 from baton.router.http.generation.types import AssistantMessage, ChatDelta
 from baton.router.http.openai.format import ChatFormat, CompletionFormat, chat_deltas, chat_message
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
-from baton.router.requests.request import Delta
+from baton.router.requests.delta import Delta
 from baton.router.tool_parsers.hermes import HermesParser
 
 from ...sites import make_group, make_request

@@ -22,7 +22,8 @@ from baton.router.http.responses.types import (
     ToolNamespace,
 )
 from baton.router.reasoning_parsers.think_tags import Qwen3ReasoningParser
-from baton.router.requests.request import Delta, Request
+from baton.router.requests.delta import Delta
+from baton.router.requests.request import Request
 from baton.router.tool_parsers.hermes import HermesParser
 
 from ...sites import make_group, make_request

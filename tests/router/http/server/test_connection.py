@@ -404,6 +404,7 @@ PHASES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.timing
 @pytest.mark.parametrize("leave", [close, reset, shut_both, shut_then_close])
 @pytest.mark.parametrize(("phase", "stream"), PHASES)

@@ -1,5 +1,5 @@
-"""The sizes of forwards that a round and a chunk of prompts share on a device. Without torch, so that a node can tell
-before it plans a chunk whether the chunk will share the round's forward.
+"""The sizes of mixed batches: a round and a chunk of prompts that share one forward. Without torch, so that a node can
+tell before it plans a chunk whether the chunk will share the round's forward.
 
 A forward over padding costs less than a second forward as long as it is small. So a few buckets serve all rounds, and
 the largest drafts also serve smaller ones.
@@ -20,7 +20,7 @@ MAX_ROUND_ROWS = 512  # of a round with drafts; a larger one gains less than its
 MAX_PADDING = 192  # rows of a forward: on an H200 they cost about half of what reading the weights of an 8B model costs
 
 
-class JointSize(NamedTuple):
+class MixedSize(NamedTuple):
     """Sizes of a forward that a round and a chunk share."""
 
     num_seqs: int  # of the round's bucket
@@ -36,18 +36,18 @@ class JointSize(NamedTuple):
         return self.num_round_rows + self.num_tokens
 
 
-def sizes_alone(buckets: Sequence[int], shape: DraftShape) -> list[JointSize]:
+def sizes_alone(buckets: Sequence[int], shape: DraftShape) -> list[MixedSize]:
     """Return the sizes of rounds without a chunk whose steps are graphs, for these numbers of sequences: with as many
     drafts as there may be, and without."""
-    return [JointSize(num_seqs, each, 0) for num_seqs in buckets for each in sorted({shape.with_steps(0), shape})]
+    return [MixedSize(num_seqs, each, 0) for num_seqs in buckets for each in sorted({shape.with_steps(0), shape})]
 
 
 @dataclass(frozen=True, slots=True)
-class JointSizes:
+class MixedSizes:
     """The sizes that a device is prepared for, smallest first. None: it needs no preparation, so every chunk shares
     the forward of the round beside it."""
 
-    sizes: Sequence[JointSize] | None = None
+    sizes: Sequence[MixedSize] | None = None
     shape: DraftShape = NO_DRAFTS  # the most that a round drafts
 
     @property
@@ -69,10 +69,10 @@ class JointSizes:
         return fitting(self.sizes, num_seqs, self.shape.with_steps(num_steps), num_tokens, num_prompts) is not None
 
 
-EVERY_SIZE, NO_SIZE = JointSizes(), JointSizes(())
+EVERY_SIZE, NO_SIZE = MixedSizes(), MixedSizes(())
 
 
-def joint_sizes(batches: Sequence[int], shape: DraftShape) -> list[JointSize]:
+def mixed_sizes(batches: Sequence[int], shape: DraftShape) -> list[MixedSize]:
     """Return the sizes that are worth graphs, smallest first, for buckets of `batches` sequences (in rising order) and
     rounds that draft at most `shape`."""
     chosen: list[int] = []
@@ -80,7 +80,7 @@ def joint_sizes(batches: Sequence[int], shape: DraftShape) -> list[JointSize]:
         if size == batches[-1] or size >= (MIN_GROWTH * chosen[-1] if chosen else MIN_BATCH):
             chosen.append(size)
     sizes = [
-        JointSize(num_seqs, each, num_tokens)
+        MixedSize(num_seqs, each, num_tokens)
         for num_seqs in chosen
         for each in sorted({shape.with_steps(0), shape})
         for num_tokens in CHUNK_SIZES
@@ -92,8 +92,8 @@ def joint_sizes(batches: Sequence[int], shape: DraftShape) -> list[JointSize]:
 
 
 def fitting(
-    sizes: Sequence[JointSize], num_seqs: int, shape: DraftShape, num_tokens: int, num_prompts: int = 1
-) -> JointSize | None:
+    sizes: Sequence[MixedSize], num_seqs: int, shape: DraftShape, num_tokens: int, num_prompts: int = 1
+) -> MixedSize | None:
     """Return the one of `sizes` (smallest first) with the least padding for a round and a chunk of `num_tokens`. None:
     no size holds them, or the padding costs as much as a forward of the chunk's own."""
     if num_prompts > MAX_PROMPTS:

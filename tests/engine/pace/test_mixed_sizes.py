@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.pace.draft_length import DraftShape
-from baton.engine.pace.joint_sizes import (
+from baton.engine.pace.mixed_sizes import (
     CHUNK_SIZES,
     EVERY_SIZE,
     MAX_PROMPTS,
-    JointSize,
-    JointSizes,
+    MixedSize,
+    MixedSizes,
     fitting,
-    joint_sizes,
+    mixed_sizes,
 )
 
 CHAIN, TREE = DraftShape(5), DraftShape(3, 2, 9)
@@ -30,18 +30,18 @@ TREES = {"draft_topk": 2, "draft_steps": 3}
         ([], []),
     ],
 )
-def test_few_buckets_have_joint_graphs(batches: list[int], chosen: list[int]) -> None:
-    sizes = joint_sizes(batches, DraftShape(0))
-    assert sorted(sizes) == [JointSize(num, DraftShape(0), tokens) for num in chosen for tokens in CHUNK_SIZES]
+def test_few_buckets_have_mixed_graphs(batches: list[int], chosen: list[int]) -> None:
+    sizes = mixed_sizes(batches, DraftShape(0))
+    assert sorted(sizes) == [MixedSize(num, DraftShape(0), tokens) for num in chosen for tokens in CHUNK_SIZES]
     assert [each.num_rows for each in sizes] == sorted(each.num_rows for each in sizes)
-    both = joint_sizes(batches, CHAIN)
+    both = mixed_sizes(batches, CHAIN)
     assert {each.shape for each in both} == ({DraftShape(0), CHAIN} if chosen else set())
     assert max((each.num_round_rows for each in both if each.shape == CHAIN), default=0) <= 512
     assert len(both) <= 50, "each costs 0.03 to 0.1 s at the start"
 
 
 def test_the_size_with_least_padding_serves() -> None:
-    sizes = joint_sizes([1, 2, 4, 8, 16, 32, 64], CHAIN)
+    sizes = mixed_sizes([1, 2, 4, 8, 16, 32, 64], CHAIN)
 
     def of(num_seqs: int, num_steps: int, num_tokens: int) -> tuple[int, int, int] | None:
         found = fitting(sizes, num_seqs, DraftShape(num_steps), num_tokens)
@@ -54,15 +54,15 @@ def test_the_size_with_least_padding_serves() -> None:
     assert of(33, 5, 64) == (64, 5, 64), "186 rows of padding"
     assert of(32, 5, 256) == (32, 5, 256) and of(33, 4, 256) is None, "219 rows of padding"
     assert of(20, 0, 129) == (32, 0, 256) and of(1, 5, 129) == (8, 5, 256)
-    assert fitting(joint_sizes([8], TREE), 3, TREE, 9) == JointSize(8, TREE, 64)
+    assert fitting(mixed_sizes([8], TREE), 3, TREE, 9) == MixedSize(8, TREE, 64)
 
 
 def test_a_chunk_shares_a_forward_by_batch_drafts_length_and_number_of_prompts() -> None:
-    sizes = JointSizes(joint_sizes([1, 2, 4, 8, 16, 32, 64], CHAIN), CHAIN)
+    sizes = MixedSizes(mixed_sizes([1, 2, 4, 8, 16, 32, 64], CHAIN), CHAIN)
     assert sizes.lengths(8, 0) == sizes.lengths(64, 0) == list(CHUNK_SIZES) and sizes.lengths(65, 0) == []
     assert sizes.lengths(33, 5) == list(CHUNK_SIZES) and sizes.lengths(33, 4) == [], "more than 192 rows of padding"
     assert sizes.holds(8, 0, 250, MAX_PROMPTS) and not sizes.holds(8, 0, 250, MAX_PROMPTS + 1)
     assert not sizes.holds(8, 0, 257), "255 tokens of padding"
     assert sizes.holds(8, 0, 320) and not sizes.holds(8, 0, 1025)
     assert EVERY_SIZE.holds(999, 0, 9999, 99) and EVERY_SIZE.lengths(1, 0) == [] and EVERY_SIZE.max_prompts is None
-    assert not JointSizes(()).holds(1, 0, 1), "without graphs a GPU computes each apart"
+    assert not MixedSizes(()).holds(1, 0, 1), "without graphs a GPU computes each apart"

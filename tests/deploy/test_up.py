@@ -12,7 +12,7 @@ import pytest
 
 from baton.decode_node.config import DecodeConfig
 from baton.deploy.cli import main
-from baton.deploy.plan import Plan, UpConfig, check_port, commands, free_port, split_threads
+from baton.deploy.up import Plan, UpConfig, check_port, commands, free_port, split_threads
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.errors import ConfigError
 from baton.prefill_node.config import PrefillConfig
@@ -374,9 +374,9 @@ def test_cuda_on_a_host_without_it_is_refused_before_anything_starts(
 def test_models_are_checked_once_for_all_nodes_that_have_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str | None] = []
     counted: list[int] = []
-    monkeypatch.setattr("baton.deploy.plan.check_model", lambda config: checked.append(config.model))
-    monkeypatch.setattr("baton.deploy.plan.stored_size", lambda config: 7)
-    monkeypatch.setattr("baton.deploy.plan.check_memory", lambda nodes: counted.append(sum(size for _, size in nodes)))
+    monkeypatch.setattr("baton.deploy.up.check_model", lambda config: checked.append(config.model))
+    monkeypatch.setattr("baton.deploy.up.stored_size", lambda config: 7)
+    monkeypatch.setattr("baton.deploy.up.check_memory", lambda nodes: counted.append(sum(size for _, size in nodes)))
     for num_prefill, model, expected in ((1, "/a", ["/a"]), (0, "/a", ["/a"]), (1, "/b", ["/b", "/a"])):
         up, prefill = UpConfig(prefill=num_prefill, decode=3), PrefillConfig(model=model)
         Plan(up, RouterConfig(), prefill, DecodeConfig(model="/a")).check_models()

@@ -22,8 +22,8 @@ from waits import no_waiting
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
-from baton.engine.pace.joint_sizes import JointSize
-from baton.engine.rounds.batch import ForwardBatch, JointBatch
+from baton.engine.pace.mixed_sizes import MixedSize
+from baton.engine.rounds.batch import ForwardBatch, MixedBatch
 from baton.engine.rounds.rounds import LocalChunk
 from baton.engine.sampling.state import SamplingState
 from baton.engine.state.pages import Owner
@@ -97,16 +97,16 @@ def test_graphs_bring_what_direct_calls_bring_one_after_the_other(
     captured.executor.warm_up(expects_prompts=True)
     graphs = captured.executor._graphs
     assert graphs is not None and graphs.steps is not None
-    sizes, verify, joint = list[JointSize](), graphs.steps.verify, graphs.steps
+    sizes, verify, mixed = list[MixedSize](), graphs.steps.verify, graphs.steps
 
-    def noting(size: JointSize, *rest: Any) -> Any:
-        for each in (joint._seam.final, joint._seam.extend, joint._seam.beside):
+    def noting(size: MixedSize, *rest: Any) -> Any:
+        for each in (mixed._seam.final, mixed._seam.extend, mixed._seam.beside):
             if each is not None:
                 each.fill_(float("nan"))
         sizes.append(size)
         return verify(size, *rest)
 
-    monkeypatch.setattr(joint, "verify", noting)
+    monkeypatch.setattr(mixed, "verify", noting)
     tokens, accepted, state = run(captured, joins=True)
     assert (tokens, accepted) == direct[:2]
     for ours, theirs in zip(state, direct[2], strict=True):
@@ -152,6 +152,6 @@ def test_a_layer_of_two_batches_attends_as_alone(checkpoint: Callable[..., Path]
         expected = torch.cat([engine.states(first)[1], engine.states(second)[1]])
         expected_kv = engine.kv.clone()
         engine.kv.copy_(before)
-        _, found = engine.states(JointBatch.of(first, second))
+        _, found = engine.states(MixedBatch.of(first, second))
     torch.testing.assert_close(found, expected, atol=0.1, rtol=0.1)
     torch.testing.assert_close(engine.kv[:, 1:], expected_kv[:, 1:], atol=0.1, rtol=0.1)
