@@ -393,6 +393,35 @@ class PrefixCache:
         self._free(nodes)
         return len(nodes)
 
+    def forget(self, salt_prefix: str) -> int:
+        """Remove the pages of all salts that begin so, with their tail pages, in all tiers, but those with references.
+        Return how many pages were removed."""
+        num_token_bytes = 4 * (self.page_size + self.lookahead)
+        start = salt_prefix.encode()
+        left = [node for node in self.first_pages() if node.key[:-num_token_bytes].startswith(start)]
+        ordered: list[CachedNode] = []
+        while left:
+            ordered.append(left.pop())
+            left += ordered[-1].children.values()
+        for node in reversed(ordered):  # children first
+            self._forget(node)
+        return sum(not node.is_cached for node in ordered)
+
+    def _forget(self, node: CachedNode) -> None:
+        if self.tier is not None:
+            if self.tier.disk is not None:
+                self.tier.disk.forget(node)
+            if node.tail_slot is not None:
+                self.tier.tails.free(node)
+            if node.slot is not None:
+                self.tier.kept.free(node)
+        if node.tail is not None and node.num_tail_uses == 0:
+            self._free_tails([node])
+        if node.page is not None and node.num_references == 0:
+            self._free([node])
+        else:
+            self._left(node)
+
     def restore(
         self,
         token_ids: Sequence[int],

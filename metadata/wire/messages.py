@@ -36,6 +36,7 @@ from .membership import (
     Cordon,
     Drain,
     Flush,
+    ForgetSalts,
     Heartbeat,
     Hello,
     HelloAgain,
@@ -352,7 +353,7 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | CanaryTold | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
 ToRouter = OfNode | OfWork | HandOn
-OfOperator = Inspect | Flush | Drain | Cordon
+OfOperator = Inspect | Flush | Drain | Cordon | ForgetSalts
 OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | TellCanary | TellPages | OfOperator
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend | Keep | HandedOn
 ToPrefill = LinkHello | RankHello | Claim | Borrow | Pull | Renew | Ack | Drop | RevokeAck

@@ -32,6 +32,7 @@ from ...metadata.wire.membership import (
     CanaryTold,
     Cordon,
     Flush,
+    ForgetSalts,
     Heartbeat,
     Hello,
     Inspect,
@@ -83,6 +84,7 @@ from .streams import SequenceEnded, TokenStreams
 logger = logging.getLogger(__name__)
 
 SLOW_TICK_S = 0.25  # what need not be looked at on every tick
+FORGET_S = 5.0  # from the last request of a tenant that is gone until nodes remove its pages again
 WINDOW = 16  # entries per group that may have a reservation under way at once
 
 
@@ -97,6 +99,7 @@ class Dispatcher:
         self._effects: Effects = []
         self._requests: dict[str, Request] = {}
         self._handed_on: Counter[bytes] = Counter()  # pages of nodes that have left, by the routing id of their heir
+        self._forgotten: dict[str, float] = {}  # beginnings of salts, and when nodes are told again to forget them
         self._comings: list[tuple[Node, str | None]] = []  # nodes that joined, or were lost and why
         self._to_pump: set[NodeGroup] = set()  # where requests that wait may have room since this event
         self.registry = Registry(
@@ -214,6 +217,26 @@ class Dispatcher:
             kind = Flush if flush else Inspect
             self._effects.append(Send(node, kind(router_epoch=self.epoch, query=query)))
         return self._take(now)
+
+    def forget_salts(self, prefix: str, now: float) -> list[Effect]:
+        """Have the cached pages of all salts that begin so removed: now, and again some time after the last request of
+        such a salt, which leaves pages."""
+        self._forgotten[prefix] = now + FORGET_S
+        self._tell_forgotten(prefix)
+        return self._take(now)
+
+    def _tell_forgotten(self, prefix: str) -> None:
+        for node in self.registry.nodes.values():
+            if node.knows(ForgetSalts):
+                self._effects.append(Send(node, ForgetSalts(router_epoch=self.epoch, prefix=prefix)))
+
+    def _repeat_forgotten(self, now: float) -> None:
+        for prefix, due in list(self._forgotten.items()):
+            if any(request.cache_salt.startswith(prefix) for request in self._requests.values()):
+                self._forgotten[prefix] = now + FORGET_S
+            elif now >= due:
+                del self._forgotten[prefix]
+                self._tell_forgotten(prefix)
 
     def close(self, now: float) -> list[Effect]:
         """End every request with an error."""
@@ -767,6 +790,7 @@ class Dispatcher:
         self._look(now)
         self.cancels.repeat(now)
         self._tell_drains()
+        self._repeat_forgotten(now)
         for node in self._drains.due(now):
             self._end_all(self._rescheduling.evict(node, "its time to drain is over", now), now)
             self._to_pump.add(node.group)

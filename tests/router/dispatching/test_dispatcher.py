@@ -16,6 +16,7 @@ from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Ended, SamplingParams, TokenLogprobs, Unit, pack_ids, unpack_ids
 from baton.router.config import RouterConfig
+from baton.router.dispatching import dispatcher as dispatcher_module
 from baton.router.dispatching.cancels import ACK_S, MAX_ACK_S
 from baton.router.dispatching.dispatcher import SLOW_TICK_S, Dispatcher
 from baton.router.dispatching.effects import Done, Effect, Error, Output, Send
@@ -250,6 +251,26 @@ def test_a_drained_node_that_comes_back_gets_nothing_at_any_moment() -> None:
     world.sent.clear()
     world.join("p0")
     assert world.node("p0").is_cordoned and not world.got("p0", m.Prefill) and not client.num_ends
+
+
+def test_nodes_forget_a_tenant_at_once_and_again_after_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "FORGET_S", 0.5)
+    world = World()
+    _, asked = world.running(max_tokens=3)
+    world.dispatcher.requests[asked.rid].cache_salt = "acme 1"
+
+    def prefixes(name: str) -> list[str]:
+        return [each.prefix for each in world.got(name, m.ForgetSalts)]
+
+    world.do(world.dispatcher.forget_salts("acme", world.now))
+    assert prefixes("p0") == prefixes("d0") == ["acme"]
+    world.wait(1.0)
+    assert prefixes("d0") == ["acme"], "its request goes on"
+    world.tokens("d0", asked, 1, IDS[1:3], reason="length")
+    world.wait(0.5 + 2 * SLOW_TICK_S)
+    assert prefixes("p0") == prefixes("d0") == ["acme"] * 2
+    world.wait(1.0)
+    assert prefixes("d0") == ["acme"] * 2
 
 
 def test_the_texts_of_a_leaving_node_go_to_the_decode_node_with_most_room() -> None:
