@@ -32,6 +32,7 @@ import logging
 import os
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,10 +51,22 @@ from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.transfer import Arrived, Event, LoanOver, Revoked, TransferFailed
-from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
+from ..metadata.wire.messages import (
+    Admitted,
+    Cancel,
+    Cancelled,
+    Compute,
+    Failed,
+    HandedOn,
+    Keep,
+    PrefillDone,
+    Resend,
+    Reserve,
+)
 from ..metadata.wire.node_info import Lender, Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .chunk_length import MAX_AHEAD, PromptTokens
+from .handing_on import HandingOn, KeptTexts
 from .memory_relief import MemoryRelief
 from .outbox import Outbox
 from .pacing import Pacing, SubmittedRound
@@ -154,6 +167,8 @@ class DecodeNode:
             context_len=executor.context_len,
         )
         self._borrower = None if server is None else Borrower(cache, handoff, self._prompt_token_s)
+        self._kept = None if self._borrower is None else KeptTexts(cache, self._borrower)
+        self._handing_on = HandingOn(cache, membership, server)
         self._counts = _Counts()
         self._put_off: list[RouterWork | RouterGone] = []  # messages that came while the device computed
 
@@ -190,6 +205,8 @@ class DecodeNode:
         else:
             self.pacing.alone.take()
         self._announce()
+        if self.membership.is_leaving and self._holds_nothing:
+            self._handing_on.go_on()
         self.cache.tend()
         for sequence in plan.failed:
             words = "the pool cannot hold this request alone"
@@ -200,7 +217,11 @@ class DecodeNode:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the node holds no sequence."""
+        """Whether the node holds no sequence. If it leaves, it has also handed its cached texts on."""
+        return self._holds_nothing and (not self.membership.is_leaving or self._handing_on.is_over)
+
+    @property
+    def _holds_nothing(self) -> bool:
         return self._under_way is None and not self.scheduler
 
     def load(self) -> Load:
@@ -282,6 +303,11 @@ class DecodeNode:
                 self.membership.send(Cancelled(rid=rid, attempt=attempt), message.router_epoch)
             case Resend():
                 self._resend(message)
+            case Keep():
+                if self._kept is not None:
+                    self._kept.add(message)
+            case HandedOn():
+                self._handing_on.take(message)
             case RouterGone(router=router, reason=reason):
                 for sequence in [each for each in self.scheduler if each.router == router]:
                     self._drop(sequence, reason)
@@ -377,6 +403,7 @@ class DecodeNode:
             if self._borrower is not None:
                 self._borrower.drop(sequence.unit, reason)
             self.handoff.drop(sequence.unit, reason)
+        self._catch_up(sequence)
         self.scheduler.finish(sequence)
 
     def _fail(self, router: str, unit: Unit, code: str, message: str, *, is_retryable: bool) -> None:
@@ -395,6 +422,8 @@ class DecodeNode:
             self._arrive(event)
         if self._server is not None:
             self._server.poll()  # nobody waits for a loan's end
+        if self._kept is not None:
+            self._kept.begin()
 
     @property
     def _expects_arrivals(self) -> bool:
@@ -466,9 +495,16 @@ class DecodeNode:
 
     def _end_loan(self, event: LoanOver) -> None:
         """Compute what a local prompt has not borrowed, unless the loan goes on."""
-        assert self._borrower is not None, event
-        if self._borrower.take(event) is not None:
-            self._start_local(self.scheduler.reserved[event.unit])
+        assert self._borrower is not None and self._kept is not None, event
+        if self._borrower.take(event) is None:
+            return
+        if event.unit in self._kept:
+            self._kept.end(event.unit)
+            self.scheduler.pages.note_release()
+        else:
+            sequence = self.scheduler.reserved[event.unit]
+            self.scheduler.pages.retake(sequence)
+            self._start_local(sequence)
 
     def _admit(self, sequence: Sequence, event: Arrived, sampled: Sampled) -> None:
         """Run a sequence whose pages have arrived. If there is no memory for it, it ends with an error."""
@@ -650,12 +686,19 @@ class DecodeNode:
         """Append the tokens of a round, and end the sequence if one of them ends it or the logits were NaN."""
         self._counts.generated_tokens += sequence.accept(accepted, self.executor.context_len)
         if sequence.ended is not None:
+            self._catch_up(sequence)
             logger.info("ended: %s", sequence.ended.reason, extra={"rid": sequence.unit.rid})
             self.scheduler.finish(sequence)
         elif len(accepted.token_ids) <= accepted.num_accepted:
             self.scheduler.finish(sequence)
             message = no_token(len(sequence.token_ids), sequence.sampling.params)
             self._fail(sequence.router, sequence.unit, "model_error", message, is_retryable=False)
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Let the drafter see all rows of a sequence that is over, if more pages can be cached then."""
+        if sequence.slot is not None and self.scheduler.pages.lack_drafts(sequence):
+            with suppress(OutOfMemory):  # then fewer of its pages enter the cache
+                self.rounds.catch_up([sequence])
 
     def _send(self, sequences: list[Sequence]) -> None:
         for router in dict.fromkeys([sequence.router for sequence in sequences]):

@@ -40,6 +40,10 @@ class SequencePages:
         self._chunk_len = chunk_tokens + 1 + first_rounds_len
         self.num_releases = 0  # how often a sequence gave pages back
 
+    def note_release(self) -> None:
+        """Pages have become free that no sequence had."""
+        self.num_releases += 1
+
     def take(self, sequence: Sequence, headroom: int = 0, *, is_pulled: bool = False) -> bool:
         """Give the sequence the pages of its tokens and of two rounds, cached ones first, or none (False).
 
@@ -148,12 +152,17 @@ class SequencePages:
         prefix = sequence.token_ids, sequence.salt, self.most_cached(sequence), self._num_tails
         if self._cache.match(*prefix) <= num_leased and not self._cache.may_restore(*prefix):
             return 0
+        self.retake(sequence)
+        sequence.share_prompt(self._page_size)
+        return sequence.num_computed - num_before
+
+    def retake(self, sequence: Sequence) -> None:
+        """Let a sequence of which nothing is computed yet take its pages again: first those that the prefix cache has
+        got since."""
         self._free(sequence, len(sequence.pages))
         sequence.give_up_pages()
         has_pages = self.take(sequence)
         assert has_pages, "fewer pages than those that it has just released"
-        sequence.share_prompt(self._page_size)
-        return sequence.num_computed - num_before
 
     def holds_copies(self, sequence: Sequence) -> bool:
         """Return whether the sequence has pages of its own beside equal ones of the prefix cache that its lease pins,
@@ -171,6 +180,12 @@ class SequencePages:
         computed its prompt."""
         num_computed = 1 + (self._num_prompt_states if sequence.lacks_draft else 0)
         return max(0, len(sequence.token_ids) - num_computed) // self._page_size
+
+    def lack_drafts(self, sequence: Sequence) -> bool:
+        """Return whether full pages of a sequence lack nothing but the KV of the drafter. The next turn of a
+        conversation finds them if the drafter catches up."""
+        num_complete = sequence.num_computed - sequence.num_missed
+        return self._cache.enabled and num_complete // self._page_size < sequence.num_computed // self._page_size
 
     def share(self, sequence: Sequence, end: int | None = None, num_tokens: int | None = None) -> None:
         """Give full computed pages, those before index `end`, to the prefix cache. `num_tokens`: only pages of the

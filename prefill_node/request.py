@@ -44,7 +44,7 @@ class Request:
     token_ids: list[int]
     arrived: float  # monotonic seconds, like the two below
     router: str = ""  # epoch of the router that asked for it, and gets its first tokens
-    started: float = 0.0
+    started: float = 0.0  # 0: not yet
     computed: float = 0.0
     lease: Lease | None = None
     rank: int = 0  # whose pool and prefix cache it uses
@@ -132,13 +132,8 @@ class Request:
         self.lease, self.pages, self.copies = lease, [*lease.pages, *own], list(copies)
         self.num_shared, self.tail, self.tail_copies = num_shared, tail, list(tail_copies)
         self.num_submitted = self.num_computed = self.num_cached = num_cached
-        self.started = self._idle_since = time.monotonic()
-
-    def skip_borrowed(self, page_size: int) -> None:
-        """Record that the lease covers pages that other nodes have lent, and that need not be computed."""
-        assert self.lease is not None and self.num_submitted == self.num_cached, (self.rid, self.num_submitted)
-        self.num_submitted = self.num_computed = self.num_cached = len(self.lease.pages) * page_size
         self._idle_since = time.monotonic()
+        self.started = self.started or self._idle_since  # it takes pages again when it has borrowed some
 
     @property
     def own_tails(self) -> list[int]:

@@ -118,7 +118,9 @@ class PrefillScheduler:
     def end_loan(self, request: Request) -> None:
         """Compute what the request has not borrowed."""
         self.borrowing.remove(request)
-        request.skip_borrowed(self.page_size)
+        self._free(request)
+        has_pages = self._take_pages(request)  # those that have come first
+        assert has_pages, "fewer pages than those that it has just released"
         bisect.insort(self.computing, request, key=_age)
 
     def _grant(self) -> None:
@@ -183,10 +185,14 @@ class PrefillScheduler:
             if request in queue:
                 queue.remove(request)
         if request.lease is not None:
-            self.cache.release(request.lease, request.pages)
-            for pages in (request.copies, request.tail_copies, request.own_tails):
-                self.cache.pool.release(pages)
-            request.give_up_pages()
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        assert request.lease is not None, request.rid
+        self.cache.release(request.lease, request.pages)
+        for pages in (request.copies, request.tail_copies, request.own_tails):
+            self.cache.pool.release(pages)
+        request.give_up_pages()
 
     def find(self, rid: str, attempt: int) -> list[Request]:
         """Return the requests of this rid and of this or an earlier attempt, in any phase."""

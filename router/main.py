@@ -244,6 +244,9 @@ async def _keep_up(garbage: Garbage, router: Router) -> None:
     while True:
         await asyncio.sleep(_LOOK_S)
         router.api.access.look()
+        for tenant in router.api.access.take_removed():
+            logger.info("tenant %s has no key any more: its cached pages are removed", tenant)
+            router.api.dispatcher.forget_salts(router.api.salts.prefix(tenant))
         if has_listener:
             notify("alive", router.words)
         garbage.look(time.monotonic(), is_idle=router.is_idle)

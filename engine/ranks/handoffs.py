@@ -28,9 +28,10 @@ from .work_frames import HandoffStart, encode
 
 
 def exchanges_pages(engine: Engine) -> bool:
-    """Return whether the node lends pages of its prefix cache and borrows pages of others'. Heads of several ranks,
-    tail pages and pages on a GPU without checksums do not travel so yet."""
-    has_whole_pages = engine.shard.size == 1 and not engine.tail_window
+    """Return whether the node lends pages of its prefix cache and borrows pages of others'. Heads of several ranks do
+    not travel so yet. Nor do pages on a GPU without checksums: these are what says that the GPU has computed a page
+    that is cached already."""
+    has_whole_pages = engine.shard.size == 1
     is_checked = engine.device_pool is None or engine.schema.checksum != "none"
     return has_whole_pages and is_checked and engine.cache.enabled
 

@@ -42,7 +42,7 @@ class Running(Protocol):
     pages: list[int]  # the block table; it grows in place, and any other change makes a new list
     tail: TailPages | None  # the table of tail pages, which is as long; None: the model has none
     sampling: SamplingState
-    num_missed: int  # rows since the drafter last saw one; beyond MAX_MISSED it never will again
+    num_missed: int  # rows since the drafter last saw one; beyond MAX_MISSED, after a `reload`, it never will again
     lacks_draft: bool  # the drafter has no state of its local prompt yet
 
     @property
@@ -172,9 +172,12 @@ class Rounds:
             shape = steps.agree_round(len(sequences), shape, rows, may_draft=may_draft)
             limits = [min(limit, shape.num_steps) for limit in limits]
         if shape.num_steps:
-            limits = self._leave_behind(sequences, limits)
-            num_caught_up = self.num_missed(sequences)
-            self.catch_up(sequences)
+            limits = [
+                0 if each.num_missed > MAX_MISSED else limit for each, limit in zip(sequences, limits, strict=True)
+            ]
+        late = sequences if shape.num_steps else [each for each in sequences if each.num_missed == MAX_MISSED]
+        num_caught_up = self.num_missed(late)
+        self.catch_up(late)
         work = self.make_round(sequences, shape, limits)
         if is_after_chunk:
             with _after_chunk():
@@ -225,7 +228,7 @@ class Rounds:
 
     def catch_up(self, sequences: Sequence[Running]) -> None:
         """Let the drafter see the rows that rounds without drafts left out, oldest first, as many at a time as a round
-        brings."""
+        brings. Rounds do so before they draft, and before the device would lose a row."""
         late = [sequence for sequence in sequences if 0 < sequence.num_missed <= MAX_MISSED]
         if not late:
             return
@@ -314,14 +317,6 @@ class Rounds:
         if any(row.num_scored for row in rows):
             num_logprobs = [sequence.sampling.params.num_logprobs or 0 for sequence in sequences]
         return Recompute(rows, [sequence.token_ids for sequence in sequences], local, num_logprobs)
-
-    def _leave_behind(self, sequences: Sequence[Running], limits: Sequence[int]) -> list[int]:
-        """Leave behind for good the sequences that lack rows and want no drafts. Return the limits that hold then: a
-        sequence that is left behind drafts nothing."""
-        for sequence in sequences:
-            if 0 < sequence.num_missed <= MAX_MISSED and sequence.sampling.params.draft_steps == 0:
-                sequence.num_missed = MAX_MISSED + 1
-        return [0 if each.num_missed > MAX_MISSED else limit for each, limit in zip(sequences, limits, strict=True)]
 
     def _changes(self, sequences: Sequence[Running]) -> list[TableChange]:
         """Return the columns of block tables that the executor does not know yet."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...metadata.cache.names import Place
+
 
 @dataclass(slots=True, eq=False)
 class CachedNode:
@@ -24,6 +26,13 @@ class CachedNode:
     tail_slot: int | None = None  # of its tail page, in the host tier
     is_filed: bool = False  # its KV lies in a file
     tail_is_filed: bool = False
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where its KV lies."""
+        found: tuple[Place, ...] = () if self.page is None else ("pool",)
+        found += () if self.slot is None else ("host",)
+        return (*found, "file") if self.is_filed else found
 
     @property
     def is_in_memory(self) -> bool:

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...metadata.errors import OutOfPages
+from ...metadata.handoff.pages import LentPages
 from ...metadata.wire.node_info import PoolLedger, TierLedger
 from ..tiers.disk_tier import Fetch
 from ..tiers.host_tier import HostTier
@@ -60,6 +61,14 @@ class Lease:
         assert self.node is not None, "the lease was released"
         covered = [own for own, cached in zip(block_table, self.pages, strict=False) if own != cached]
         return covered + list(block_table[len(self.pages) :])
+
+
+class CachedText(NamedTuple):
+    """Tokens whose pages are cached, and the next ones by which the last page is keyed."""
+
+    token_ids: list[int]
+    salt: str
+    num_pages: int
 
 
 class _Restorable(NamedTuple):
@@ -90,7 +99,7 @@ class PrefixCache:
         )  # likewise, before the end of a text, never used
         self._num_pages = self._num_tails = 0
         self._watchers: tuple[Callable[[CachedNode], object], ...] = ()
-        self.num_changes = 0  # how often a page or tail page was stored or removed
+        self.num_changes = 0  # how often watchers were told of a change
 
     @property
     def page_size(self) -> int:
@@ -101,8 +110,8 @@ class PrefixCache:
         return list(self._root.children.values())
 
     def watch(self, note: Callable[[CachedNode], object]) -> None:
-        """Call `note(node)` whenever a page or tail page of a node is stored or removed. It is called in the middle of
-        a step, so it only notes the node."""
+        """Call `note(node)` whenever a page or tail page of a node is stored or removed, or comes to another tier. It
+        is called in the middle of a step, so it only notes the node."""
         self._watchers += (note,)
 
     def unwatch(self, note: Callable[[CachedNode], object]) -> None:
@@ -204,15 +213,54 @@ class PrefixCache:
             self._use_tail(lease, node)
         return lease
 
-    def lend(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        """Return the cached pages that cover these tokens from the start. They are not pinned, but count as just used,
-        so that others are evicted before them. None while pages come back from the host tier."""
-        if not self.is_settled:
-            return []
-        lease = self.acquire(token_ids, salt)
-        pages = list(lease.pages)
+    def lend(
+        self, token_ids: Sequence[int], salt: str, limit_pages: int | None = None, num_tails: int = 0
+    ) -> LentPages:
+        """Return the pages that `acquire` finds, after those that lie in the host tier have come back from it. They are
+        not pinned, but count as just used, so that others are evicted before them. Other processes may read them when
+        the cache `is_settled`."""
+        num_pages = self._num_keyed(len(token_ids)) if limit_pages is None else limit_pages
+        self.restore(token_ids, salt, limit_pages, num_tails, num_pages=num_pages)
+        lease = self.acquire(token_ids, salt, limit_pages, num_tails)
+        lent = LentPages(list(lease.pages), lease.tail_pages)
         self.release(lease)
-        return pages
+        return lent
+
+    def texts(self) -> Iterator[CachedText]:
+        """Yield the texts of unused pages in the pool, those used last first, each with all pages before it. A text
+        that goes on in the pool is yielded with what is behind it alone."""
+        num_bytes = 4 * (self.page_size + self.lookahead)
+        for last in reversed(list(self._idle)):
+            if last.page is None or any(child.page is not None for child in last.children.values()):
+                continue
+            path, node = list[CachedNode](), last
+            while node.parent is not None:
+                path.append(node)
+                node = node.parent
+            salt, tokens = path[-1].key[:-num_bytes].decode(), array("i")
+            for each in reversed(path):
+                tokens.frombytes(each.key[-num_bytes:][: 4 * self.page_size])
+            tokens.frombytes(last.key[len(last.key) - 4 * self.lookahead :])
+            yield CachedText(tokens.tolist(), salt, len(path))
+
+    def take_tails(self, n: int) -> list[int] | None:
+        """Take tail pages of the pool for pages that another node lends; None: there are not so many."""
+        return None if n > self.available_tails else self.allocate_tails(n, Owner.REQUEST)
+
+    def land_tails(self, lease: Lease, tails: Sequence[int], num_landed: int) -> None:
+        """Give the first `num_landed` tail pages of `take_tails`, which are those of the lease's last pages, to the
+        cache, and free the others. The lease then pins the tail pages of these pages alone."""
+        if num_landed:
+            self._release_tails(lease)
+        nodes = list(itertools.islice(self._path(lease), num_landed))[::-1]
+        assert len(nodes) == num_landed, (len(nodes), num_landed)
+        for node, tail in zip(nodes, tails, strict=False):
+            if node.tail is None:
+                self._adopt_tail(tail, node, self._idle_tails)
+            else:
+                self.pool.release((tail,))
+            self._use_tail(lease, node)
+        self.pool.release(tails[num_landed:])
 
     def give_tails(
         self, lease: Lease, first: int, tails: Sequence[int], end: int | None = None, *, pins: bool = True
@@ -289,16 +337,19 @@ class PrefixCache:
         """End a lease, once, and free the pages of `block_table` that belong to the request. No work may use them any
         more."""
         self.pool.release(lease.private(block_table))
-        for node in lease.tails:
-            node.num_tail_uses -= 1
-            if node.num_tail_uses == 0:
-                self._idle_tails[node] = None
-        lease.tails.clear()
+        self._release_tails(lease)
         for node in self._path(lease):
             node.num_references -= 1
             if node.num_references == 0:
                 self._idle[node] = None
         lease.node = None
+
+    def _release_tails(self, lease: Lease) -> None:
+        for node in lease.tails:
+            node.num_tail_uses -= 1
+            if node.num_tail_uses == 0:
+                self._idle_tails[node] = None
+        lease.tails.clear()
 
     def evict(self, n: int) -> int:
         """Free up to `n` pages without references, the longest idle first. Return how many were freed. The host tier
@@ -341,6 +392,35 @@ class PrefixCache:
         nodes = list(self._idle)
         self._free(nodes)
         return len(nodes)
+
+    def forget(self, salt_prefix: str) -> int:
+        """Remove the pages of all salts that begin so, with their tail pages, in all tiers, but those with references.
+        Return how many pages were removed."""
+        num_token_bytes = 4 * (self.page_size + self.lookahead)
+        start = salt_prefix.encode()
+        left = [node for node in self.first_pages() if node.key[:-num_token_bytes].startswith(start)]
+        ordered: list[CachedNode] = []
+        while left:
+            ordered.append(left.pop())
+            left += ordered[-1].children.values()
+        for node in reversed(ordered):  # children first
+            self._forget(node)
+        return sum(not node.is_cached for node in ordered)
+
+    def _forget(self, node: CachedNode) -> None:
+        if self.tier is not None:
+            if self.tier.disk is not None:
+                self.tier.disk.forget(node)
+            if node.tail_slot is not None:
+                self.tier.tails.free(node)
+            if node.slot is not None:
+                self.tier.kept.free(node)
+        if node.tail is not None and node.num_tail_uses == 0:
+            self._free_tails([node])
+        if node.page is not None and node.num_references == 0:
+            self._free([node])
+        else:
+            self._left(node)
 
     def restore(
         self,
@@ -413,13 +493,12 @@ class PrefixCache:
         return before.children[key]
 
     def note_file(self, node: CachedNode) -> None:
-        """A node, or its tail page, lies in a file that was found."""
+        """A node, or its tail page, lies in a file that was found or written."""
         self._changed(node)
 
     def lose(self, node: CachedNode) -> None:
         """A file of the node is gone: if nothing is left of its page, the node leaves the tree."""
-        if not node.is_cached:
-            self._remove(node)
+        self._left(node)
 
     def take_read(self, node: CachedNode | None, kind: Kind, slot: int) -> None:
         """Give a node the slot that its file was read into. None: free the slot."""
@@ -475,8 +554,7 @@ class PrefixCache:
             del self._idle[node]
             self.pool.release((node.page,), Owner.CACHE)
             node.page = None
-            if not node.is_cached:
-                self._remove(node)
+            self._left(node)
         self._num_pages -= len(nodes)
 
     def _evict_tails(self, nodes: Sequence[CachedNode]) -> None:
@@ -500,7 +578,13 @@ class PrefixCache:
         """Take the slot of a node. If its page lies nowhere else, it leaves the tree."""
         assert self.tier is not None
         self.tier.kept.free(node)
-        if not node.is_cached:
+        self._left(node)
+
+    def _left(self, node: CachedNode) -> None:
+        """The page of a node has left one of its places. If it lies nowhere, the node leaves the tree."""
+        if node.is_cached:
+            self._changed(node)
+        else:
             self._remove(node)
 
     def _drop_tail_slot(self, node: CachedNode) -> None:
@@ -586,13 +670,11 @@ class PrefixCache:
     def _adopt(self, page: int, node: CachedNode) -> None:
         """Give a node a page of a request."""
         self.pool.transfer((page,), Owner.CACHE)
-        is_new = not node.is_cached
         node.page = page
         self._num_pages += 1
         if node.slot is not None and self.tier is not None:
             self.tier.kept.enter_pool(node)
-        if is_new:
-            self._changed(node)
+        self._changed(node)
 
     def _adopt_tail(self, tail: int, node: CachedNode, order: OrderedDict[CachedNode, None]) -> None:
         """Give a node a tail page of a request, which nobody uses."""

@@ -41,7 +41,7 @@ class DiskTree(Protocol):
         ...
 
     def note_file(self, node: CachedNode) -> None:
-        """A node, or its tail page, lies in a file that was found."""
+        """A node, or its tail page, lies in a file that was found or written."""
         ...
 
     def lose(self, node: CachedNode) -> None:
@@ -204,6 +204,7 @@ class DiskTier:
             if event.num_bytes:
                 self.num_written += 1
                 self._enter(node, event.kind, _File(event.num_bytes, time.monotonic()))
+                self.tree.note_file(node)
         elif key not in self._files and event.num_bytes:  # its node has left the tree meanwhile
             self.thread.remove(event.name, event.kind)
 

@@ -33,6 +33,7 @@ from ..wire.membership import (
     Cordon,
     Drain,
     Flush,
+    ForgetSalts,
     Hello,
     Inspect,
     Leaving,
@@ -71,6 +72,10 @@ class PageLedger(WatchedCache, Protocol):
 
     def tier_ledger(self) -> TierLedger | None:
         """Count the slots of the host tier; None: the node has none."""
+        ...
+
+    def forget(self, salt_prefix: str) -> int:
+        """Remove the pages of all salts that begin so, in all tiers, but those with references. Return how many."""
         ...
 
     def flush(self) -> object:
@@ -367,6 +372,9 @@ class Membership:
                 self.member.cache.flush()
                 self._serve_as(msgspec.structs.replace(self._service, num_flushes=self._service.num_flushes + 1))
                 self._report_ledger(channel, query)
+            case ForgetSalts(prefix=prefix):
+                num_freed = self.member.cache.forget(prefix)
+                logger.info("%d cached pages of a tenant that is gone were removed", num_freed)
             case TellPages():
                 channel.news.begin_anew()
             case Proven(epochs=epochs):

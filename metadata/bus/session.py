@@ -35,7 +35,18 @@ from ..wire.membership import (
     TokenizerFile,
     Welcome,
 )
-from ..wire.messages import Cancel, Compute, OfOperator, Prefill, Resend, Reserve, ToNode, ToRouter
+from ..wire.messages import (
+    Cancel,
+    Compute,
+    HandedOn,
+    Keep,
+    OfOperator,
+    Prefill,
+    Resend,
+    Reserve,
+    ToNode,
+    ToRouter,
+)
 from .connections import time_limit_s
 
 logger = logging.getLogger(__name__)
@@ -79,7 +90,9 @@ class RouterRefused:
     reason: str
 
 
-RouterWork = Reserve | Compute | Prefill | Cancel | Resend | OfOperator | TellPages | TellCanary | Proven
+RouterWork = (
+    Reserve | Compute | Prefill | Cancel | Resend | Keep | HandedOn | OfOperator | TellPages | TellCanary | Proven
+)
 SessionEvent = Joined | RouterChanged | RouterLost | RouterRefused
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from .names import PageNames
+from .names import PageNames, Place
 
 MAX_CHANGED = 1 << 17  # changes that are kept until they are read
 
@@ -30,6 +30,8 @@ class CachedPage(Protocol):
     def children(self) -> Mapping[bytes, CachedPage]: ...
     @property
     def is_cached(self) -> bool: ...
+    @property
+    def places(self) -> tuple[Place, ...]: ...
     @property
     def has_tail(self) -> bool: ...
 
@@ -64,6 +66,8 @@ class ChangeBatch:
     begins: bool = False
     stored: list[StoredPage] = field(default_factory=list[StoredPage])  # parents first
     removed: list[bytes] = field(default_factory=list[bytes])
+    arrived: list[tuple[Place, StoredPage]] = field(default_factory=list[tuple[Place, StoredPage]])  # parents first
+    left: list[tuple[Place, bytes]] = field(default_factory=list[tuple[Place, bytes]])
     stored_tails: list[bytes] = field(default_factory=list[bytes])  # names of tail pages
     removed_tails: list[bytes] = field(default_factory=list[bytes])
     is_whole: bool = False  # the walk through the cache has ended
@@ -73,13 +77,16 @@ class ChangeBatch:
 class CacheChanges:
     """Reads the changes of one cache, whose pages it names by `key`. `close` ends it."""
 
-    def __init__(self, cache: WatchedCache, key: bytes) -> None:
+    def __init__(self, cache: WatchedCache, key: bytes, *, has_places: bool = False) -> None:
+        """`has_places`: batches also say which pages have come to a place, and left it."""
         self._cache = cache
         self._names = PageNames(key, cache.page_size, cache.lookahead)
         self._changed: deque[CachedPage] = deque()
         self._to_walk: deque[CachedPage] = deque()
         self._told: dict[CachedPage, bytes] = {}  # names of the pages that batches have told
         self._told_tails: set[CachedPage] = set()
+        self._told_places: dict[CachedPage, tuple[Place, ...]] = {}
+        self._has_places = has_places
         self._begins = True
         cache.watch(self._changed.append)
 
@@ -103,6 +110,7 @@ class CacheChanges:
             self._begins = False
             self._told.clear()
             self._told_tails.clear()
+            self._told_places.clear()
             self._changed.clear()
             self._to_walk = deque(self._cache.first_pages())
         for _ in range(most):
@@ -123,6 +131,8 @@ class CacheChanges:
             name = self._tell(page, batch)
         if name is None:
             return
+        if self._has_places:
+            self._look_at_places(page, name, batch)
         if page.has_tail != (page in self._told_tails):
             if page.has_tail:
                 batch.stored_tails.append(self._names.of_tail(name))
@@ -133,6 +143,15 @@ class CacheChanges:
         if not page.is_cached:
             batch.removed.append(name)
             del self._told[page]
+
+    def _look_at_places(self, page: CachedPage, name: bytes, batch: ChangeBatch) -> None:
+        """Enter the places that a page has come to, and those that it has left."""
+        before, now = self._told_places.pop(page, ()), page.places
+        parent = None if page.parent is None else self._told.get(page.parent)
+        batch.arrived += [(place, StoredPage(name, parent, page.key)) for place in now if place not in before]
+        batch.left += [(place, name) for place in before if place not in now]
+        if now:
+            self._told_places[page] = now
 
     def _tell(self, page: CachedPage, batch: ChangeBatch) -> bytes | None:
         """Enter a new page, and return its name. None: its parent is not told yet, and will bring it."""

@@ -25,7 +25,7 @@ from ..bus.addresses import address_of_rank, parse_address
 from ..bus.sockets import bound_address, configure_socket, receive_frames, send_frames
 from ..errors import ConfigError
 from .changes import CacheChanges, ChangeBatch, StoredPage, WatchedCache
-from .names import KEY_BYTES, short_names
+from .names import KEY_BYTES, Place, short_names
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ MAX_REPLAYED_BATCHES = 10_000  # that are kept
 MAX_REPLAYED_BYTES = 64 << 20  # of these together
 _END = (-1).to_bytes(8, "big", signed=True)
 _MAX_REQUEST_BYTES = 64
-_MEDIUM = "GPU"  # vLLM's name of the memory in which the engine computes
+_MEDIUM = "GPU"  # vLLM's name of the memory in which the engine computes, here also on a CPU
+MEDIA: dict[Place, str] = {"pool": _MEDIUM, "host": "CPU", "file": "DISK"}  # vLLM has no name of files
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -91,7 +92,7 @@ class KvEvents:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._changes = CacheChanges(cache, secrets.token_bytes(KEY_BYTES))
+        self._changes = CacheChanges(cache, secrets.token_bytes(KEY_BYTES), has_places=True)
         self._kept: deque[tuple[bytes, bytes]] = deque()  # number and batch
         self._num_kept_bytes = 0
         self._number = 0
@@ -152,19 +153,22 @@ class KvEvents:
 
     def _events(self, batch: ChangeBatch) -> list[Event]:
         events: list[Event] = [AllBlocksCleared()] if batch.begins else []
-        if batch.removed:
-            events.append(BlockRemoved(short_names(b"".join(batch.removed)).tolist()))
-        run: list[StoredPage] = []
-        for page in batch.stored:
-            if run and page.parent != run[-1].name:
-                events.append(self._stored(run))
-                run = []
-            run.append(page)
-        if run:
-            events.append(self._stored(run))
+        for place, medium in MEDIA.items():
+            left = b"".join(name for each, name in batch.left if each == place)
+            if left:
+                events.append(BlockRemoved(short_names(left).tolist(), medium))
+            run: list[StoredPage] = []
+            come = [page for each, page in batch.arrived if each == place]
+            for page in come if place == "pool" else reversed(come):  # a text leaves the pool from its end
+                if run and page.parent != run[-1].name:
+                    events.append(self._stored(run, medium))
+                    run = []
+                run.append(page)
+            if run:
+                events.append(self._stored(run, medium))
         return events
 
-    def _stored(self, run: list[StoredPage]) -> BlockStored:
+    def _stored(self, run: list[StoredPage], medium: str) -> BlockStored:
         """Return the event of pages that follow each other."""
         first = run[0]
         salt = first.key[: -self._num_key_bytes].decode() if first.parent is None else ""
@@ -176,5 +180,6 @@ class KvEvents:
             None if first.parent is None else short_names(first.parent)[0],
             token_ids.tolist(),
             self._page_size,
+            medium=medium,
             extra_keys=[(salt,), *[None] * (len(run) - 1)] if salt else None,
         )

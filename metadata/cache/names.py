@@ -17,7 +17,9 @@ import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from typing import Literal
 
+Place = Literal["pool", "host", "file"]  # where a cached page lies; it may lie in several of them
 NAME_BYTES = 16
 KEY_BYTES = 32
 _SPAN = 64  # names of a prompt that are made at once

@@ -4,7 +4,8 @@
                          '-- the lender takes a page back, is lost, or the time is over --^
 
 The prompt has all its pages before it asks, and the node waits for no page meanwhile. The pages that have come go into
-its prefix cache, and so into the prompt's lease. A pull may last as long as computing its tokens would; then the node
+its prefix cache, and so into the prompt's lease. Tail pages, which work behind a page may need, are taken for the loan
+alone, and then belong to the cache, too. A pull may last as long as computing its tokens would; then the node
 computes what has not come.
 """
 
@@ -20,6 +21,7 @@ from ..wire.messages import Borrow
 from ..wire.node_info import Lender
 from ..wire.request import Unit
 from .client import HandoffClient
+from .schema.schema import tail_window, tails_before
 from .transfer import LoanOver
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,15 @@ L_contra = TypeVar("L_contra", bound=CacheLease, contravariant=True)
 
 class BorrowingCache(Protocol[L_contra]):
     """The prefix cache of the node that borrows (engine/state/prefix_cache.py)."""
+
+    def take_tails(self, n: int) -> list[int] | None:
+        """Take tail pages of the pool for a loan; None: there are not so many."""
+        ...
+
+    def land_tails(self, lease: L_contra, tails: Sequence[int], num_landed: int) -> None:
+        """Give the first `num_landed` tail pages of a loan, which are those of the lease's last pages, to the cache,
+        and free the others. The lease pins them."""
+        ...
 
     @property
     def page_size(self) -> int: ...
@@ -92,6 +103,7 @@ class _Loan(Generic[L]):
     lender: Lender
     token_ids: Sequence[int]  # those of the pages that are wanted, and the next ones by which a page is keyed
     pages: Sequence[int]  # of this node, from the start of the prompt
+    tails: Sequence[int]  # taken for the tail pages of the last page that comes and of those before it
     lease: L
     num_pages: int  # the first ones that are here
     asked_at: float
@@ -104,6 +116,8 @@ class Borrower(Generic[L]):
 
     def __init__(self, cache: BorrowingCache[L], client: HandoffClient, token_s: Callable[[], float]) -> None:
         self._cache, self._client, self._token_s = cache, client, token_s
+        schema = client.end.schema
+        self.num_tails = tails_before(tail_window(schema), schema.page_size)
         self._loans: dict[Unit, _Loan[L]] = {}
         self._over: list[Unit] = []  # whose end `poll` has not told
         self._times: dict[str, _LenderTimes] = {}  # by epoch of the lender
@@ -126,9 +140,12 @@ class Borrower(Generic[L]):
         times = self._times_of(lender)
         if times.expected_s(num_wanted, now) >= compute_s:
             return False
+        tails = self._cache.take_tails(min(self.num_tails, most))
+        if tails is None:
+            return False
         most_s = compute_s if times.answer_s.count else max(FIRST_S, compute_s)
         ids = token_ids[: most * page_size + self._cache.lookahead]
-        loan = self._loans[unit] = _Loan(lender, ids, pages[:most], lease, num_here, now, now + most_s)
+        loan = self._loans[unit] = _Loan(lender, ids, pages[:most], tails, lease, num_here, now, now + most_s)
         self._ask(unit, loan)
         return True
 
@@ -157,7 +174,7 @@ class Borrower(Generic[L]):
         self.totals.add(num_new, over)
         self._land(loan, over.num_pages)
         num_told = min(len(loan.pages), loan.lender.num_pages)
-        if num_new and not over.reason and over.num_pages < num_told and now < loan.until:
+        if num_new and not (over.reason or loan.tails) and over.num_pages < num_told and now < loan.until:
             loan.asked_at = now
             self._ask(unit, loan)
             return None
@@ -166,8 +183,10 @@ class Borrower(Generic[L]):
 
     def drop(self, unit: Unit, reason: str) -> None:
         """End a loan, if there is one. Nothing of it is written any more, and nobody names its unit."""
-        if self._loans.pop(unit, None) is not None:
+        loan = self._loans.pop(unit, None)
+        if loan is not None:
             self._client.drop(unit, reason)
+            self._cache.land_tails(loan.lease, loan.tails, 0)
         self._over = [each for each in self._over if each != unit]
 
     def units(self) -> list[Unit]:
@@ -175,14 +194,16 @@ class Borrower(Generic[L]):
         return list(self._loans)
 
     def _ask(self, unit: Unit, loan: _Loan[L]) -> None:
-        where = loan.lender.peer, loan.num_pages, loan.pages
+        where = loan.lender.peer, loan.num_pages, loan.pages, loan.tails
         self._client.borrow(unit, *where, loan.token_ids, loan.lease.salt, loan.until)
 
     def _land(self, loan: _Loan[L], num_pages: int) -> None:
         """Give pages that have come to the prefix cache."""
+        num_landed = 0
         if num_pages > loan.num_pages:
-            loan.num_pages = num_pages
+            loan.num_pages, num_landed = num_pages, min(len(loan.tails), num_pages)
             self._cache.insert(loan.token_ids, loan.pages[:num_pages], loan.lease.salt, loan.lease)
+        self._cache.land_tails(loan.lease, loan.tails, num_landed)
 
     def _end(self, unit: Unit, reason: str) -> None:
         loan = self._loans.pop(unit)

@@ -88,6 +88,7 @@ class HandoffClient:
         peer: Peer,
         num_cached_pages: int,
         pages: Sequence[int],
+        tails: Sequence[int],
         token_ids: Sequence[int],
         cache_salt: str,
         until: float,
@@ -95,8 +96,9 @@ class HandoffClient:
         """Borrow pages of a prompt that `peer` has in its prefix cache, also fewer than are asked for.
 
         `pages` are our page numbers for the first pages of the prompt. The first `num_cached_pages` hold their contents
-        already. `token_ids` are those of the pages and the next ones by which a page is keyed. A LoanOver follows, at
-        `until` on the clock at the latest, unless `drop` comes first. So long the transfer owns the pages.
+        already. `tails` are as many tail pages of ours as work needs behind a page. `token_ids` are those of the pages
+        and the next ones by which a page is keyed. A LoanOver follows, at `until` on the clock at the latest, unless
+        `drop` comes first. So long the transfer owns the pages.
         """
         ids = pack_ids(token_ids)
         ask = Borrow(unit=unit, num_cached_pages=num_cached_pages, token_ids=ids, cache_salt=cache_salt)
@@ -105,7 +107,7 @@ class HandoffClient:
         except TransferError as error:
             self._events.append(LoanOver(unit, num_cached_pages, 0, 0.0, str(error)))
             return
-        self._begin(link, Transfer(ask, peer.epoch, tuple(pages), until=until))
+        self._begin(link, Transfer(ask, peer.epoch, (*pages, *tails), len(tails), until))
 
     def drop(self, unit: Unit, reason: str) -> None:
         """Give up the claim. No event follows, and the caller owns the pages again at once. Unknown units are

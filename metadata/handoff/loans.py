@@ -8,6 +8,9 @@ generation counts up before anything is written into it. So the lender sees it, 
 the generation after its copy, and then the checksums. Therefore no reservation ever waits for a loan, and two nodes
 that borrow from each other cannot block each other, however full they are.
 
+If layers have tail pages, a loan ends with a page behind which work may continue. The tail pages that this needs come
+last. Pages that lie in the host tier of the lender come back into its pool for the loan.
+
 A lookup in the cache compares all tokens and the salt. A name of a page, by which the router has found the lender, is a
 hint alone.
 """
@@ -20,8 +23,8 @@ from typing import NamedTuple, Protocol
 from ..wire.messages import Borrow
 from ..wire.request import Unit
 from .endpoint import Endpoint
-from .pages import OfferedPages
-from .schema.schema import page_bytes
+from .pages import LentPages, OfferedPages
+from .schema.schema import page_bytes, tail_window, tails_before
 from .tickets import Holder, Ticket, TicketBook
 from .transfer import unpack_column
 
@@ -37,8 +40,15 @@ class LendingCache(Protocol):
         """Number of pages that are free or can be evicted."""
         ...
 
-    def lend(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        """Return the cached pages that cover these tokens from the start. They are not pinned."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether all pages that came from the node's host tier are there for other processes."""
+        ...
+
+    def lend(self, token_ids: Sequence[int], salt: str, limit_pages: int, num_tails: int) -> LentPages:
+        """Return the cached pages that cover these tokens from the start, at most `limit_pages`, up to the last one
+        behind which work may continue: the last `num_tails` of them have tail pages. They are not pinned. Pages may
+        come from the host tier for that, and are there when the cache `is_settled`."""
         ...
 
 
@@ -46,10 +56,11 @@ class NoCache:
     """The cache of a node that lends nothing."""
 
     available = 0
+    is_settled = True
 
-    def lend(self, token_ids: Sequence[int], salt: str) -> list[int]:  # noqa: ARG002
+    def lend(self, token_ids: Sequence[int], salt: str, limit_pages: int, num_tails: int) -> LentPages:  # noqa: ARG002
         """Return no page."""
-        return []
+        return LentPages([], [])
 
 
 class DuePages(NamedTuple):
@@ -65,7 +76,9 @@ class Loans:
     def __init__(self, end: Endpoint, pages: OfferedPages, cache: LendingCache, lease_s: float) -> None:
         self.book = TicketBook(end.clock, lease_s)
         self._pages, self._cache = pages, cache
-        self._most_at_once = max(1, STEP_BYTES // max(1, page_bytes(end.schema)))
+        self._num_tails = tails_before(tail_window(end.schema), end.schema.page_size)
+        largest = max(page_bytes(end.schema, of_tails=is_tail) for is_tail in (False, True))
+        self._most_at_once = max(1, STEP_BYTES // max(1, largest))
         self._rest: dict[Unit, list[int]] = {}  # by unit: indices that are not offered yet
 
     @property
@@ -86,14 +99,16 @@ class Loans:
             self._rest[ask.unit] = sorted(ticket.pages)
             return ticket
         room = max(0, self._cache.available // LENT_SHARE - self.num_pages)
-        pages = self._cache.lend(unpack_column(ask.token_ids), ask.cache_salt)[: first + room]
-        if len(pages) <= first:
+        found = self._cache.lend(unpack_column(ask.token_ids), ask.cache_salt, first + room, self._num_tails)
+        if len(found.pages) <= first:
             return None
+        pages = [*found.pages, *found.tails]
         ticket = self.book.lend(ask.unit, holder, len(pages), first)
         indices, lent = range(first, len(pages)), pages[first:]
         generations: list[int] = self._pages.generations[lent].tolist()
         ticket.offer(indices, lent, generations)
-        self._pages.digest_ahead(lent, generations)  # work that is submitted already may still compute them
+        for kind in (found.pages[first:], found.tails):  # work that is submitted already may still compute them
+            self._pages.digest_ahead(kind, self._pages.generations[kind].tolist())
         self._pages.await_work(lent, generations)
         self._rest[ask.unit] = list(indices)
         return ticket
@@ -101,6 +116,8 @@ class Loans:
     def due(self) -> list[DuePages]:
         """Return the pages that are to be offered now. With the last of them comes the end of the loan's offers."""
         found: list[DuePages] = []
+        if not self._cache.is_settled:
+            return found
         self._rest = {unit: rest for unit, rest in self._rest.items() if self.book.get(unit) is not None}
         num_left = self._most_at_once
         for unit, rest in list(self._rest.items()):

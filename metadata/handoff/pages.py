@@ -54,6 +54,13 @@ class Shared(NamedTuple):
     size: int
 
 
+class LentPages(NamedTuple):
+    """Pages of a prefix cache that may be lent, by their numbers in the pool."""
+
+    pages: list[int]  # from the start of a text
+    tails: list[int]  # the tail pages of the last ones
+
+
 class Gather(Protocol):
     """A copy of pages into our pools, or the computation of their checksums, that the device is working on."""
 

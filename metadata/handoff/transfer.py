@@ -62,7 +62,8 @@ class Revoked(NamedTuple):
 
 class LoanOver(NamedTuple):
     """A loan has ended. The first `num_pages` pages of the prompt are in our pool and checked, those that were there
-    before included. `reason`: why these are not all that was asked for; "" if all of them are."""
+    before included, and so are the tail pages of the last ones, if there are any. `reason`: why these are not all that
+    was asked for; "" if all of them are."""
 
     unit: Unit
     num_pages: int
@@ -82,7 +83,7 @@ class Transfer:
     claim: Claim
     epoch: str  # the peer's
     pages: tuple[int, ...]
-    num_tails: int = 0  # of `pages`, the last ones, which are tail pages
+    num_tails: int = 0  # of `pages`, the last ones, which are tail pages; of a loan, at most
     until: float = math.inf  # when a loan is given up
     row: bytes | None = None
     num_asked: int = 0  # how often missing offers were asked for
@@ -111,7 +112,10 @@ class Transfer:
 
     @property
     def num_leading(self) -> int:
-        """Number of the first pages that have arrived, with those that were here before."""
+        """Number of the first pages that have arrived, with those that were here before. If there are tail pages, no
+        work continues behind a part of the pages."""
+        if self.num_tails:
+            return len(self.pages) - self.num_tails if self.is_whole else self.num_cached_pages
         landed = self._offered - self._moves.keys()
         return next(index for index in range(self.num_cached_pages, len(self.pages) + 1) if index not in landed)
 
@@ -134,8 +138,8 @@ class Transfer:
     ) -> list[Move]:
         """Return the offer's pages as moves, without those offered before. `num_peer_pages` and `num_peer_tails` are
         the pages in the peer's pools. Raises ProtocolError as `read_offer` does."""
-        if self.is_loan and self.num_cached_pages < offer.num_pages < len(self.pages):
-            self.pages = self.pages[: offer.num_pages]
+        if self.is_loan and not self._offered:
+            self._shorten(offer.num_pages)
         claimed = len(self.pages), self.num_cached_pages
         row_len = 0 if self.is_loan else row_bytes(schema)
         pages = read_offer(offer, schema, *claimed, num_peer_pages, self.num_tails, num_peer_tails, row_len=row_len)
@@ -148,6 +152,15 @@ class Transfer:
         self._moves |= {move.index: move for move in moves}
         self.row = offer.row if self.row is None else self.row
         return moves
+
+    def _shorten(self, num_pages: int) -> None:
+        """Keep our pages of a loan that has `num_pages` pages: as many tail pages as asked for, or as many as there are
+        others. A number that no loan has is left to `read_offer`."""
+        num_tails = min(self.num_tails, num_pages // 2)
+        num_kept, num_asked = num_pages - num_tails, len(self.pages) - self.num_tails
+        if self.num_cached_pages < num_kept <= num_asked:
+            self.pages = (*self.pages[:num_kept], *self.pages[num_asked:][:num_tails])
+            self.num_tails = num_tails
 
     def land(self, index: int, now: float) -> None:
         """Record that the page has arrived and been checked."""
@@ -177,6 +190,8 @@ class Transfer:
         self.stop_clock(now)
         num_pages = self.num_leading
         num_bytes = (num_pages - self.num_cached_pages) * page_bytes(schema)
+        if self.num_tails and num_bytes:
+            num_bytes += self.num_tails * page_bytes(schema, of_tails=True)
         return LoanOver(self.unit, num_pages, num_bytes, self.moving_s, reason)
 
     def arrived(self, now: float, schema: HandoffSchema, transport: str) -> Arrived:

@@ -215,6 +215,15 @@ class Flush(RouterMessage, frozen=True, tag="flush"):
     query: Count
 
 
+class ForgetSalts(RouterMessage, frozen=True, tag="forget_salts"):
+    """A tenant is gone: free the pages of all salts that begin with `prefix`, in all tiers, but those that requests
+    use. The router repeats it when the tenant's last request has ended."""
+
+    since: ClassVar[int] = 8
+
+    prefix: Annotated[str, Meta(min_length=1, max_length=64)]
+
+
 class TellPages(RouterMessage, frozen=True, tag="tell_pages"):
     """A batch of CachedPages was lost: begin anew with batch 0."""
 

@@ -36,6 +36,7 @@ from .membership import (
     Cordon,
     Drain,
     Flush,
+    ForgetSalts,
     Heartbeat,
     Hello,
     HelloAgain,
@@ -119,6 +120,24 @@ class Prefill(Dispatch, frozen=True, tag="prefill"):
     lender: Annotated[Lender | None, Since(8)] = None  # another node that has pages of the prompt
 
 
+class Keep(RouterMessage, frozen=True, tag="keep"):
+    """A decode node leaves that has the pages of this text. The node may borrow them for its prefix cache."""
+
+    since: ClassVar[int] = 8
+
+    lender: Lender
+    token_ids: Ids
+    cache_salt: Digest
+
+
+class HandedOn(RouterMessage, frozen=True, tag="handed_on"):
+    """Whether another node was told of the text that the node has named in HandOn."""
+
+    since: ClassVar[int] = 8
+
+    has_heir: bool
+
+
 class Cancel(RouterMessage, frozen=True, tag="cancel"):
     """Stop these choices (None: all) of the request and free what they hold. The node answers Cancelled."""
 
@@ -136,6 +155,17 @@ class Resend(RouterMessage, frozen=True, tag="resend"):
 
 
 # --- node -> router -----------------------------------------------------------------------------------------------
+
+
+class HandOn(Message, frozen=True, tag="hand_on"):
+    """A decode node leaves. Another one may borrow the pages of this text, which is in its prefix cache. The router
+    answers HandedOn."""
+
+    since: ClassVar[int] = 8
+
+    token_ids: Ids  # of all pages, and the next tokens by which the last one is keyed
+    cache_salt: Digest
+    num_pages: Index
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
@@ -322,10 +352,10 @@ class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
 
 OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | CanaryTold | Leaving
 OfWork = Reserved | CapacityFreed | PrefillDone | Admitted | Tokens | Failed | Cancelled
-ToRouter = OfNode | OfWork
-OfOperator = Inspect | Flush | Drain | Cordon
+ToRouter = OfNode | OfWork | HandOn
+OfOperator = Inspect | Flush | Drain | Cordon | ForgetSalts
 OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | TellCanary | TellPages | OfOperator
-ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend
+ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend | Keep | HandedOn
 ToPrefill = LinkHello | RankHello | Claim | Borrow | Pull | Renew | Ack | Drop | RevokeAck
 OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | NixlWelcome | PagePortWelcome | LinkRefused
 ToDecode = OfLink | Offer | Pages | Revoke | UnknownClaim

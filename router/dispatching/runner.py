@@ -134,6 +134,10 @@ class RunningDispatcher:
         self._do(self._dispatcher.undrain(node_id, time.monotonic()))
         return self._named(node_id)
 
+    def forget_salts(self, prefix: str) -> None:
+        """Have the cached pages of all salts that begin so removed: now, and again when no request has such a salt."""
+        self._do(self._dispatcher.forget_salts(prefix, time.monotonic()))
+
     async def ledgers(self, *, flush: bool) -> dict[str, LedgerReport | None]:
         """Return the page ledger of every node by node id, None for a node that does not answer in time.
 

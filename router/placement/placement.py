@@ -152,7 +152,11 @@ class Placement:
             if each is not node and each.lends and each.shares_protocol(node) and each.cache.state(now) == "whole"
         ]
         num_told, index = max(
-            ((each.cache.num_matched(entry.names, 0), -index) for index, each in enumerate(others)), default=(0, 0)
+            (
+                (each.cache.num_matched(entry.names, entry.request.group.num_tails), -index)
+                for index, each in enumerate(others)
+            ),
+            default=(0, 0),
         )
         if num_told == 0 or num_told <= self._num_cached_pages(node, entry, now):
             return None

@@ -6,7 +6,8 @@ the fault takes effect. The ranks of a node are faulty as the node is: all of th
 strikes.
 
 `replacements` lists what the injector replaces: the wire of metadata/bus/sockets.py, through which every message of the
-product passes; `step` and `receive` of every transport; `time.monotonic`, also as a default argument of Baton's
+product passes; `step` and `receive` of every transport; reading and writing of cached files, and the step of the
+prefix cache; `time.monotonic`, also as a default argument of Baton's
 functions; the router's decision who computes a prompt; and what the other ranks of a node run.
 
 Messages are damaged where a DEALER socket sends or receives them. One end of every connection is a DEALER (a node's
@@ -17,6 +18,7 @@ A strike also counts messages of ROUTER sockets. A delayed message wakes the loo
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -47,6 +49,7 @@ _real_monotonic = time.monotonic
 _real_poll = zmq.Poller.poll
 
 Way = Literal["in", "out"]
+FileFault = Literal["full", "flip", "gone", "slow"]
 Kind = Literal["drop", "duplicate", "reorder", "delay", "truncate", "flip", "full"]
 
 
@@ -69,12 +72,15 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
     frames: dict[Kind, float] = {}
     weights: dict[Way, float] = {}  # factors of the shares in `frames`, by direction; default 1
     tags: tuple[str, ...] = ()  # message types that `frames` applies to; empty: all
-    most: int = 1 << 30  # limit for each of: messages received, messages sent, pages
+    most: int = 1 << 30  # limit for each of: messages received, messages sent, pages, files, evictions
     pages: dict[Literal["flip", "stale", "slow"], float] = {}
     clock_s: float = 0.0  # how far the monotonic clock runs ahead; it never goes back
     connect: dict[str, str] = {}  # address: the address to connect to instead
     strike: Strike | None = None  # of a process that is no rank, or rank 0
     rank_strike: Strike | None = None  # of ranks 1 and above
+    files: dict[FileFault, float] = {}  # of the disk cache: per file that is read, or (full, slow) written
+    evicts: float = 0.0  # share of steps after which a node evicts all cached pages that nobody uses
+    token_s: float | None = None  # in which computing a token is thought to take, where that is compared with reading
     places: int | None = None  # seed of the draws who computes a prompt (drawn_places.py); None: the router decides
 
 
@@ -120,8 +126,8 @@ class Faults:
         """Return the time as this process sees it."""
         return _real_monotonic() + max(self._clock_s, self.plan.clock_s)
 
-    def choose(self, shares: Mapping[Any, float], of: Way | Literal["page"]) -> str | None:
-        """Draw the kind of fault for one message or page, or None."""
+    def choose(self, shares: Mapping[Any, float], of: Way | Literal["page", "file", "cache"]) -> str | None:
+        """Draw the kind of fault for one message, page, file or step, or None."""
         with self._lock:
             if not shares or self._num_spoilt[of] >= self._plan.most:
                 return None
@@ -326,6 +332,7 @@ def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
     for transport in TRANSPORTS.values():
         for name in ("step", "receive"):
             yield transport, name, _spoiling(getattr(transport, name), faults)
+    yield from _of_tiers(faults)
     yield Entry, "place", drawn_place(lambda: faults.plan.places)
     yield ranked_engine, "run_rank", partial(run_rank, str(faults.path))
     yield time, "monotonic", faults.monotonic
@@ -337,6 +344,87 @@ def replacements(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
         named: dict[str, Any] = function.__kwdefaults__ or {}
         if clocks_of := {name: faults.monotonic for name, each in named.items() if each is _real_monotonic}:
             yield function, "__kwdefaults__", named | clocks_of
+
+
+def _of_tiers(faults: Faults) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what is replaced for faults of caches, of loans and of files."""
+    from baton.engine.state.prefix_cache import PrefixCache
+    from baton.engine.tiers import page_files
+    from baton.engine.tiers.host_tier import HostTier
+    from baton.metadata.handoff.borrower import Borrower
+
+    yield PrefixCache, "tend", _evicting(PrefixCache.tend, faults)
+    yield page_files, "_write_all", _filling(page_files._write_all, faults)
+    yield page_files.PageFiles, "read", _damaging(page_files.PageFiles.read, faults)
+    yield Borrower, "begin", _patient(Borrower.begin, "_token_s", faults)
+    for name in ("is_sooner", "fetch"):
+        yield HostTier, name, _patient(getattr(HostTier, name), "compute_token_s", faults)
+
+
+def _evicting(tend: Callable[[Any], None], faults: Faults) -> Callable[[Any], None]:
+    """Wrap the method of the prefix cache that each step calls."""
+    from baton.engine.state.pages import Owner
+
+    def spoilt(cache: Any) -> None:
+        if cache.num_evictable and faults.choose({"evict": faults.plan.evicts}, "cache"):
+            faults.note("evict", "cache")
+            cache.pool.release(cache.allocate(cache.available, Owner.REQUEST))
+            cache.pool.release(cache.allocate_tails(cache.available_tails, Owner.REQUEST))
+        tend(cache)
+
+    return spoilt
+
+
+def _filling(write: Callable[[int, Any], int], faults: Faults) -> Callable[[int, Any], int]:
+    """Wrap the function that writes a part of a file: the disk becomes full in the middle of it, or is slow."""
+
+    def spoilt(handle: int, data: Any) -> int:
+        plan = faults.plan
+        kind = faults.choose({each: plan.files.get(each, 0.0) for each in ("full", "slow")}, "file")
+        if kind is not None:
+            faults.note(f"file {kind}", "file")
+        if kind == "slow":
+            time.sleep(0.2 * faults.random.random())
+        if kind == "full":
+            write(handle, memoryview(data).cast("B")[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data)
+
+    return spoilt
+
+
+def _damaging(read: Callable[..., bool], faults: Faults) -> Callable[..., bool]:
+    """Wrap the method that reads a file: one bit of it was flipped before, or it was removed, or the disk is slow."""
+
+    def spoilt(files: Any, name: bytes, header: Any, slot: Any) -> bool:
+        plan = faults.plan
+        kind = faults.choose({each: plan.files.get(each, 0.0) for each in ("flip", "gone", "slow")}, "file")
+        path = files.path / f"{name.hex()}.{header.kind}"
+        if kind is not None and path.exists():
+            faults.note(f"file {kind}", "file")
+            if kind == "flip":
+                data = bytearray(path.read_bytes())
+                data[faults.random.randrange(len(data))] ^= 1 << faults.random.randrange(8)
+                path.write_bytes(data)
+            elif kind == "gone":
+                path.unlink()
+            else:
+                time.sleep(0.2 * faults.random.random())
+        return read(files, name, header, slot)
+
+    return spoilt
+
+
+def _patient(decide: Callable[..., Any], field: str, faults: Faults) -> Callable[..., Any]:
+    """Wrap a method that asks the function in `field` in how many seconds the node computes a token of a prompt."""
+
+    def decide_as_planned(of: Any, *args: Any) -> Any:
+        token_s = faults.plan.token_s
+        if token_s is not None:
+            setattr(of, field, lambda: token_s)
+        return decide(of, *args)
+
+    return decide_as_planned
 
 
 def _polling(wire: FaultyWire) -> Callable[..., list[tuple[Any, int]]]:

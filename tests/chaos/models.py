@@ -44,6 +44,7 @@ ASKS = (
     Ask("one token", 25, params(1)),
     Ask("never drafted", 25, params(110, temperature=0.8, presence_penalty=0.5, draft_steps=0)),
 )
+NEXT_TURN = Ask("next turn", 20, params(60, temperature=0.6), behind="greedy")
 
 
 def bound_asks(target: Path) -> list[Ask]:
@@ -66,9 +67,16 @@ def make_target(directory: Path, *, has_tails: bool = False) -> Path:
     and so has tail pages."""
     target = directory / "target"
     if not target.exists():
+        directory.mkdir(parents=True, exist_ok=True)
         family, window = ("qwen2", WINDOW) if has_tails else ("llama", {})
         drafters.make_bigram(make_checkpoint(directory / "random", family, **window), target, CONTEXT)
     return target
+
+
+def make_targets(directory: Path) -> tuple[Path, Path]:
+    """Return the directories of a target without tail pages and of one with them, as `make_target`. Each has its
+    drafters and answers beside it."""
+    return make_target(directory / "kept"), make_target(directory / "tails", has_tails=True)
 
 
 def flags(algorithm: str, target: Path) -> list[str]:
@@ -99,7 +107,9 @@ def known_answers(target: Path) -> dict[str, Known]:
     """
     path = target.parent / "answers.json"
     if not path.exists():
-        path.write_text(json.dumps([_answer(case) for case in Plain.of(target, (*ASKS, *bound_asks(target))).cases]))
+        path.write_text(
+            json.dumps([_answer(case) for case in Plain.of(target, (*ASKS, *bound_asks(target), NEXT_TURN)).cases])
+        )
     return {each["name"]: _known(each) for each in json.loads(path.read_text())}
 
 
@@ -133,7 +143,7 @@ def _known(each: Mapping[str, Any]) -> Known:
 
 
 if __name__ == "__main__":
-    made = make_target(Path(sys.argv[1]))
-    for algorithm in ALGORITHMS:
-        flags(algorithm, made)
-    known_answers(made)
+    for made in make_targets(Path(sys.argv[1])):
+        for algorithm in ALGORITHMS:
+            flags(algorithm, made)
+        known_answers(made)

@@ -8,7 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evidence import Evidence
@@ -17,6 +17,8 @@ from outages import Outages
 from rig import REQUEST_S, Rig, role_of
 from scenarios import (
     EVENTS,
+    EVICT,
+    FILES,
     FRAMES,
     JUMPS_S,
     PAGES,
@@ -33,6 +35,7 @@ from streams import HANG_S, Known, Stream
 REACH_S = 15.0  # longest wait for a phase
 MOST_LOADS = 4  # how often more requests are sent if a planned fault has not happened
 TIRING = (*FRAMES, *PAGES, "storm")  # these faults may hit every attempt of a request, until it is given up
+SALTS = ("", "one", "two")
 GIVEN_UP = "given up after"
 _STOPPED = {"SIGKILL": "kill", "SIGSTOP": "stop"}
 _RANK_STOPPED = {f"rank {name}": f"rank {kind}" for name, kind in _STOPPED.items()}
@@ -97,12 +100,17 @@ class Play:
             chosen = ["one token", "few tokens"] * 25 + chosen
         if scenario.phase in ("decoding", "moving", "draining"):
             chosen = list({*chosen, "greedy", "sampled"})
+        if scenario.phase == "borrowing":
+            chosen = [*chosen, "greedy", "next turn", *chosen]
         for name in chosen:
             self._send(self.answers[name], rng.choice(list(self.rig.doors)) if len(self.rig.doors) > 1 else self.router)
             if scenario.kind != "flood" and rng.random() < 0.3:
                 time.sleep(rng.uniform(0, 0.1))
 
     def _send(self, known: Known, router: str) -> None:
+        """Send a request. If nodes have tiers, it is salted: its pages are cached for some of the scenarios before."""
+        if self.rig.has_tiers:
+            known = replace(known, body=known.body | {"cache_salt": self.rng.choice(SALTS)})
         self.streams.append(Stream(self.rig.doors[router].connection, known, router))
 
     def _ask_others(self) -> None:
@@ -138,16 +146,20 @@ class Play:
         self.rig.new_plan(name, **{field: strike})
 
     def _spoil(self) -> None:
-        """Damage frames or pages of all nodes, if the scenario is of that kind."""
+        """Damage frames, pages or files of all nodes, or evict pages, if the scenario is of that kind."""
         kind, rng = self.scenario.kind, self.rng
         changes: dict[str, Any] = {"seed": rng.randrange(1 << 30)}
         if kind == "storm":
             changes |= {"frames": dict.fromkeys(FRAMES, 0.012), "pages": {"flip": 0.02, "stale": 0.004, "slow": 0.05}}
-            changes["weights"] = STORM_WEIGHTS
+            changes |= {"files": {"full": 0.02, "flip": 0.1, "gone": 0.05}, "evicts": 0.002, "weights": STORM_WEIGHTS}
         elif kind in FRAMES:
             way, other = ("out", "in") if kind == "full" or rng.random() < 0.3 else ("in", "out")
             changes |= {"frames": {kind: rng.choice((0.1, 0.3, 1.0))}, "tags": TAGS[way][self.scenario.phase]}
             changes |= {"most": rng.randint(1, 6), "weights": {other: 0.0}}
+        elif kind in FILES:
+            changes |= {"files": {kind.removeprefix("file "): rng.choice((0.1, 0.5, 1.0))}, "most": rng.randint(1, 12)}
+        elif kind == EVICT:  # pages on loan are to be on the way
+            changes |= {"evicts": rng.choice((0.01, 0.1)), "pages": {"slow": 0.2}, "most": rng.randint(2, 8)}
         elif kind in PAGES:
             most = 2 if kind == "page stale" else 8
             changes |= {"pages": {kind.removeprefix("page "): rng.choice((0.05, 0.3))}, "most": rng.randint(1, most)}

@@ -30,9 +30,12 @@ Sharing = Literal["tp", "dp-attention"]  # how the ranks of a node share a model
 SHARINGS: tuple[Sharing, ...] = get_args(Sharing)
 NODE_FLAGS = ["--model-name", "chaos", "--page-size", "8", "--chunk-tokens", "32", "--max-running", "5"]
 POOLS = {"prefill": "96", "decode": "66"}  # pages of each pool; a context of 512 tokens takes 64
+# host memory for about as many pages as a pool has, and files of five times as many
+HOST_FLAGS, DISK_FLAGS = ["--host-cache-gb", "0.0005"], ["--disk-cache-gb", "0.0025"]
 REQUEST_S = 90.0  # timeout of a request; one that takes this long was stuck
 ROUTER_FLAGS = ["--request-timeout-s", f"{REQUEST_S:g}", "--canary-interval-s", "20", "--max-waiting", "40"]
 ROUTER_FLAGS += ["--drain-timeout-s", "20"]
+TOKEN_S = 0.02  # in which nodes with tiers think that they compute a token of a prompt
 ORPHAN_S = 2.0  # once the router has ended a request, no ledger shows it after this time
 START_S = 120.0
 SETTLE_S = 40.0
@@ -61,10 +64,12 @@ class Rig(Cluster):
         sharing: Sharing = "tp",
         has_keys: bool = False,
         num_routers: int = 1,
+        has_tiers: bool = False,
     ):
         """`num_ranks`: of each node in RANKED, which share its model by `sharing`. `place`: who computes the prompts of
         requests; `seed` also draws it for each, if it is mixed. With `has_keys` all processes have one key, and pages
-        travel over lines of their own."""
+        travel over lines of their own. With `has_tiers` nodes keep evicted pages in host memory and files, and borrow
+        pages and read files whenever they can, as if computing took long."""
         directory.mkdir(parents=True, exist_ok=True)
         super().__init__(directory, model, is_forked=True)
         self.has_keys, keys = has_keys, directory / "cluster.key"
@@ -76,7 +81,8 @@ class Rig(Cluster):
         self._router_flags = [*ROUTER_FLAGS, *of_keys, "--local-prefill", "never" if place == "remote" else "always"]
         self._places = seed if place == "mixed" else None
         self.nodes_wanted = tuple(nodes)
-        self.data_ports = {name: free_port() for name in nodes if role_of(name) == "prefill"}
+        self.has_tiers, self.files = has_tiers, directory / "files"
+        self.data_ports = {name: free_port() for name in nodes}
         self.plans: dict[str, Plan] = {}
         # each router as its clients see it; the rig itself is the first one's
         self.doors: dict[str, Cluster] = {ROUTERS[0]: self}
@@ -122,25 +128,29 @@ class Rig(Cluster):
 
     def _data_lines(self, name: str) -> dict[tuple[str, ...], int]:
         """Return the ports to which a node opens data links, by the ends of the line that leads there."""
-        if role_of(name) != "decode":
+        if name not in self.data_ports:  # it is a router
             return {}
-        lines: dict[tuple[str, ...], int] = {(name, prefill): port for prefill, port in self.data_ports.items()}
+        ports = {each: port for each, port in self.data_ports.items() if each != name}
+        lines: dict[tuple[str, ...], int] = {(name, each): port for each, port in ports.items()}
         if self.has_keys:
-            lines |= {(name, prefill, "pages"): port + PAGE_PORTS for prefill, port in self.data_ports.items()}
-        for prefill in self.data_ports.keys() & RANKED:
+            lines |= {(name, each, "pages"): port + PAGE_PORTS for each, port in ports.items()}
+        for each in ports.keys() & RANKED:
             for rank in range(1, self._num_ranks):
-                lines[name, prefill, f"rank {rank}"] = self.data_ports[prefill] + rank
+                lines[name, each, f"rank {rank}"] = ports[each] + rank
         return lines
 
     def idle_lines(self) -> list[tuple[str, ...]]:
-        """Return the lines that have never had a connection. Canaries test the ranks of a group as one node, so a line
-        to one rank of a group is enough."""
+        """Return the lines that canaries use and that have never had a connection. Canaries test the ranks of a group
+        as one node, so a line to one rank of a group is enough. A line of loans alone may stay idle."""
         num_ends = None if self.sharing == "tp" else 2
         used = {ends[:num_ends] for ends in self.lines if self.lines[ends].num_connections}
-        return [ends for ends in self.lines if ends[:num_ends] not in used]
+        of_loans = {ends for ends in self.lines if ends[1] in self.nodes_wanted and not _hands_over(*ends[:2])}
+        return [ends for ends in self.lines if ends[:num_ends] not in used and ends not in of_loans]
 
     def start_wanted(self, name: str) -> None:
         flags = [*NODE_FLAGS, "--num-pages", POOLS[role_of(name)], *self.flags]
+        if self.has_tiers:
+            flags += self._tier_flags(name)
         flags += self._addresses(name)
         if name in RANKED:
             flags += [f"--{self.sharing}", str(self._num_ranks)]
@@ -152,8 +162,7 @@ class Rig(Cluster):
             door = self.doors[name]
             return ["--port", str(door.http_port), "--node-address", door.node_address]
         flags = ["--router", ",".join(f"tcp://127.0.0.1:{self.lines[name, each].port}" for each in self.doors)]
-        port = self.data_ports.get(name)
-        return flags if port is None else [*flags, "--bind-host", f"tcp://127.0.0.1:{port}"]
+        return [*flags, "--bind-host", f"tcp://127.0.0.1:{self.data_ports[name]}"]
 
     def _redirected(self, name: str) -> dict[str, str]:
         """Return the addresses that a process connects to by another one, its line."""
@@ -161,6 +170,10 @@ class Rig(Cluster):
             f"tcp://127.0.0.1:{port}": f"tcp://127.0.0.1:{self.lines[ends].port}"
             for ends, port in self._data_lines(name).items()
         }
+
+    def _tier_flags(self, name: str) -> list[str]:
+        shares_pages = name in RANKED and self._num_ranks > 1 and self.sharing == "tp"  # such ranks have no files yet
+        return HOST_FLAGS if shares_pages else [*HOST_FLAGS, *DISK_FLAGS, "--disk-cache", str(self.files)]
 
     def environ(self, name: str) -> dict[str, str]:
         return {FAULT_PLAN: str(self.paths[name])}
@@ -214,9 +227,9 @@ class Rig(Cluster):
         """Set a plan that redirects the connections through the lines and draws the places of prompts, with `changes`
         applied."""
         clock_s = self.plans[name].clock_s if name in self.plans else 0.0
-        self.plan(
-            name, Plan(**{"connect": self._redirected(name), "clock_s": clock_s, "places": self._places, **changes})
-        )
+        token_s = TOKEN_S if self.has_tiers else None
+        settings = {"connect": self._redirected(name), "clock_s": clock_s, "places": self._places, "token_s": token_s}
+        self.plan(name, Plan(**{**settings, **changes}))
 
     def new_faults(self) -> list[dict[str, Any]]:
         """Return the faults recorded since the last call, each with the name of its process."""
@@ -283,10 +296,12 @@ class Rig(Cluster):
         return True
 
     def end(self) -> None:
-        """Close the cluster and end the threads."""
+        """Close the cluster and end the threads. Nothing is left in any tier."""
         self.auditor.stop()
         try:
             self.close()
+            left = [str(path) for path in self.files.glob("*/*")]
+            assert not left, f"files after a flush: {left}"
         finally:
             self.lines.close()
 
@@ -296,6 +311,11 @@ class Rig(Cluster):
             self.hit(name, signal.SIGCONT)
         self.kill_all()
         self.lines.close()
+
+
+def _hands_over(reader: str, holder: str) -> bool:
+    """Return whether the data link from one node to another serves prompts, and not only loans."""
+    return (role_of(reader), role_of(holder)) == ("decode", "prefill")
 
 
 def _is_welcome(process: Process) -> bool:
@@ -388,7 +408,7 @@ class Auditor:
             for unit in {*report["requests"], *report["tickets"]} if report else ():
                 choice, _, attempt = unit.rpartition(".")
                 rid = choice.rpartition("/")[0]
-                if not rid.startswith("canary-"):
+                if not rid.startswith(("canary-", "kept-")):  # of no client; a kept text is one that a node has left
                     entries.append((name, unit, choice, int(attempt)))
                     newest[rid, choice] = max(newest[rid, choice], int(attempt))
         orphans = {

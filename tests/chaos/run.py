@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), *map(str, (Path(__file__).parents[1]
 from drawn_places import PLACES  # noqa: E402
 from evidence import Evidence  # noqa: E402
 from host_rig import TRANSPORTS, HostRig, flags_of  # noqa: E402
-from models import ALGORITHMS, flags, known_answers, make_target  # noqa: E402
+from models import ALGORITHMS, flags, known_answers, make_targets  # noqa: E402
 from play import Play, Result  # noqa: E402
 from rig import NODES, SHARINGS, Rig  # noqa: E402
 from scenarios import KINDS, KINDS_OF_HOSTS, RANKS, Scenario, generate  # noqa: E402
@@ -97,14 +97,15 @@ def _paused(scenarios: Iterable[Scenario], pause_file: Path | None) -> Iterator[
 def run_cluster(
     work, models, algorithm, number, seed, scenarios, until, tally, out, make_rig, *, transport, **more
 ) -> None:
-    target = make_target(models, has_tails=True)
+    rng = random.Random(seed * 1000 + number)
+    target = make_targets(models)[rng.random() < 0.5]
     answers = known_answers(target)
     directory = work / f"cluster-{number}-{algorithm}"
     places = [each for each in PLACES if each != "local" or make_rig is Rig]  # between hosts, pages travel
-    place = random.Random(seed * 1000 + number).choice(places)
+    place = rng.choice(places)
     node_flags = [*flags(algorithm, target), *flags_of(transport)]
-    rig = make_rig(directory, target, node_flags, seed=seed * 1000 + number, place=place, **more)
-    print(f"--- {algorithm}, {transport}, {place} prompts, {directory}", flush=True)
+    rig = make_rig(directory, target, node_flags, seed=seed * 1000 + number, place=place, has_tiers=True, **more)
+    print(f"--- {algorithm}, {target.parent.name}, {transport}, {place} prompts, {directory}", flush=True)
     scenario: Scenario | None = None
     evidence = Evidence(directory)
     try:

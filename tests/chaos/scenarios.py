@@ -6,17 +6,30 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-PHASES = ("queued", "prefilling", "offered", "pulling", "decoding", "preempted", "moving", "draining", "idle")
+PHASES = (
+    "queued",
+    "prefilling",
+    "offered",
+    "pulling",
+    "decoding",
+    "borrowing",
+    "preempted",
+    "moving",
+    "draining",
+    "idle",
+)
 PROCESS = ("kill", "stop", "restart")
 PARTITIONS = ("partition slow", "partition held", "partition lossy", "partition cut")
 BETWEEN_HOSTS = ("partition slow", "partition lossy", "partition cut", "partition hole")
 FRAMES = ("drop", "duplicate", "reorder", "delay", "truncate", "flip", "full")
 PAGES = ("page flip", "page stale", "page slow")
 ROUTER = ("router kill", "router stop", "router restart")
+FILES = ("file full", "file flip", "file gone", "file slow")  # of nodes with a disk cache
+EVICT = "evict"  # all cached pages that nobody uses leave the pool at once, those on loan included
 OTHERS = ("clock", "router clock", "flood", "storm")
 RANKS = ("rank kill", "rank stop")  # of the nodes that have several
-KINDS = (*PROCESS, *PARTITIONS, *FRAMES, *PAGES, *ROUTER, *OTHERS)
-KINDS_OF_HOSTS = (*PROCESS, *BETWEEN_HOSTS, *FRAMES, *PAGES, *ROUTER, *OTHERS)
+KINDS = (*PROCESS, *PARTITIONS, *FRAMES, *PAGES, *FILES, EVICT, *ROUTER, *OTHERS)
+KINDS_OF_HOSTS = (*PROCESS, *BETWEEN_HOSTS, *FRAMES, *PAGES, *FILES, EVICT, *ROUTER, *OTHERS)
 
 # (role, phase): the event at which the fault injector strikes, and the most such events that may happen before
 EVENTS = {
@@ -24,10 +37,12 @@ EVENTS = {
     ("prefill", "prefilling"): ("in:prefill", 3),
     ("prefill", "offered"): ("out:tokens", 3),
     ("prefill", "pulling"): ("in:ack", 3),
+    ("prefill", "borrowing"): ("out:borrow", 1),
     ("decode", "queued"): ("in:reserve", 2),
     ("decode", "prefilling"): ("out:claim", 2),
     ("decode", "offered"): ("in:offer", 6),
     ("decode", "pulling"): ("pull", 20),
+    ("decode", "borrowing"): ("in:borrow", 1),
     ("decode", "decoding"): ("out:tokens", 40),
 }
 # role: the same for a rank of a node while pages are pulled; a prefill rank notices pulls by ZeroMQ alone
@@ -38,6 +53,7 @@ COMING = {
     "prefilling": ("prefill",),
     "offered": ("link_welcome", "offer"),
     "pulling": ("pages", "offer", "revoke", "unknown_claim"),
+    "borrowing": ("offer", "pages", "revoke"),
     "moving": ("cancel", "reserve", "compute", "prefill", "resend"),
     "idle": ("router_beat", "welcome", "hello_again"),
 }
@@ -46,21 +62,26 @@ COMING |= dict.fromkeys(
     ("decoding", "preempted", "draining"),
     ("resend", "cancel", "reserve", "compute", "prefill", "link_welcome", "offer", "pages", "revoke", "router_beat"),
 )
+COMING["draining"] += ("keep", "handed_on")
 GOING = {
     "queued": ("reserved", "room"),
     "prefilling": ("prefill_done", "claim"),
     "offered": ("link_hello", "claim"),
     "pulling": ("pull", "renew", "ack", "revoke_ack"),
+    "borrowing": ("borrow", "pull", "ack", "drop", "cached_pages"),
     "decoding": ("tokens", "admitted"),
     "preempted": ("tokens", "admitted", "reserved"),
     "moving": ("cancelled", "failed", "reserved", "drop"),
-    "draining": ("leaving", "tokens", "prefill_done"),
+    "draining": ("leaving", "tokens", "prefill_done", "hand_on"),
     "idle": ("beat", "hello", "tokenizer"),
 }
 TAGS = {"in": COMING, "out": GOING}
 STORM_WEIGHTS = {"in": 6.0, "out": 1.0}  # a node receives fewer messages than it sends
 PHASE_OF = {
-    tag: phase for tags in TAGS.values() for phase in ("idle", "draining", "moving", *PHASES[:5]) for tag in tags[phase]
+    tag: phase
+    for tags in TAGS.values()
+    for phase in ("idle", "draining", "moving", "borrowing", *PHASES[:5])
+    for tag in tags[phase]
 }
 STOPS_S = (0.4, 1.0, 2.5, 6.0)
 JUMPS_S = (0.4, 1.2, 6.0, 40.0)
@@ -83,7 +104,11 @@ class Scenario:
 def phases_of(kind: str) -> tuple[str, ...]:
     """Return the phases in which a kind of fault can be injected."""
     if kind in PAGES:
-        return ("pulling", "moving", "preempted", "draining")
+        return ("pulling", "borrowing", "moving", "preempted", "draining")
+    if kind in FILES:
+        return ("prefilling", "preempted", "moving", "draining")
+    if kind == EVICT:
+        return ("pulling", "borrowing", "decoding", "moving")
     if kind in ("flood", "storm"):
         return ("queued",) if kind == "flood" else PHASES
     return PHASES

@@ -90,6 +90,19 @@ ROUTERS_SET = (
 )
 
 
+# host memory, files and loans
+TIERS_SET = (
+    Scenario(0, 81, "file flip", "preempted", "decode-0"),
+    Scenario(1, 82, "file full", "preempted", "decode-0"),
+    Scenario(2, 83, "evict", "borrowing", "decode-0"),
+    Scenario(3, 84, "kill", "borrowing", "decode-0"),
+    Scenario(4, 85, "drop", "borrowing", "decode-1"),
+    Scenario(5, 86, "file gone", "moving", "decode-1"),
+    Scenario(6, 87, "restart", "borrowing", "prefill-0"),
+    Scenario(7, 88, "storm", "preempted", "decode-0"),
+)
+
+
 # each process on a host of its own, with two routers
 HOSTS_SET = (
     Scenario(0, 81, "partition cut", "pulling", "decode-0"),
@@ -112,12 +125,14 @@ class Case(NamedTuple):
     sharing: Sharing = "tp"
     has_keys: bool = False
     num_routers: int = 1
+    has_tiers: bool = False
     has_hosts: bool = False
 
 
 CASES = {
     # in the gate, tests/integration/test_lost_messages.py sends messages twice
     "one-rank": Case(SET if is_whole() else tuple(each for each in SET if each.kind != "duplicate"), "mixed", "auto"),
+    "tiers": Case(TIERS_SET, "mixed", "auto", has_tiers=True),
     "sealed": Case(SEALED_SET, "remote", "aes", has_keys=True),
     "nixl": Case(NIXL_SET, "remote", "nixl"),
     "routers": Case(ROUTERS_SET, "mixed", "auto", num_routers=2),
@@ -152,7 +167,7 @@ def test_streams_survive_with_their_tokens(case: Case, target: Path, answers: di
     if case.has_hosts and (reason := reason_against()):
         pytest.skip(reason)
     node_flags = [*flags("eagle", target), *flags_of(case.transport)]
-    more: dict[str, Any] = {"place": case.place, "num_routers": case.num_routers}
+    more: dict[str, Any] = {"place": case.place, "num_routers": case.num_routers, "has_tiers": case.has_tiers}
     if case.has_hosts:
         rig: Rig = HostRig(tmp_path / "cluster", target, node_flags, **more)
     else:

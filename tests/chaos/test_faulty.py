@@ -21,7 +21,11 @@ from faulty import HOLD_S, Kind, Plan, Strike, Way
 from faulty_process import FaultyProcess
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of, same_pages, spin, unit
 from key_files import Listed
+from patience import wait_until
+from tiered_node import PAGE as TIERED_PAGE
+from tiered_node import Node as TieredNode
 
+from baton.engine.tiers.host_tier import TimedLoad
 from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.liveness import HeartbeatThread
@@ -319,6 +323,67 @@ def test_a_slow_page_takes_its_time(
     transfer.spin(Arrived)
     assert len([seconds for seconds in slept if seconds != 0.0005]) == 2
     assert process.noted() == [("page slow", "pull", 0)] * 2
+
+
+@pytest.fixture
+def tiered(process: FaultyProcess, tmp_path: Path) -> Iterator[TieredNode]:
+    """A node whose pool has room for one of the texts, and its host memory for two."""
+    node = TieredNode(10, 16, directory=tmp_path / "files")
+    yield node
+    process.plan()
+    node.cache.close()
+
+
+TIERED_TEXTS = [[number * 40 + index for index in range(8 * TIERED_PAGE)] for number in range(5)]
+
+
+def run_tiered(node: TieredNode, texts: Sequence[list[int]] = TIERED_TEXTS) -> None:
+    """Compute texts as requests do, those in files after these are read. `run` checks the bytes of each page found."""
+    for text in texts:
+        fetch = node.cache.fetch(text, "", len(text) // TIERED_PAGE - 1)
+        wait_until(lambda fetch=fetch: node.cache.tend() or not node.cache.is_awaited(fetch), "files are read")
+        node.run(text)
+        wait_until(lambda: node.cache.tend() or node.disk.thread.is_idle, "files are written")
+    node.cache.tend()
+    node.check_books()
+
+
+@pytest.mark.parametrize("kind", ["flip", "gone"])
+def test_a_file_is_damaged_or_removed_before_it_is_read(kind: str, process: FaultyProcess, tiered: TieredNode) -> None:
+    run_tiered(tiered)
+    process.plan(files={kind: 0.3}, seed=2)
+    run_tiered(tiered)
+    noted = process.noted()
+    assert {each[0] for each in noted} == {f"file {kind}"}
+    assert 0 < len(noted) == tiered.disk.thread.num_damaged and tiered.disk.num_read > 0
+
+
+def test_the_disk_becomes_full_in_the_middle_of_a_file(process: FaultyProcess, tiered: TieredNode) -> None:
+    process.plan(files={"full": 0.1}, seed=3)
+    run_tiered(tiered)
+    assert 0 < len(process.noted()) == tiered.disk.thread.num_failures
+    assert tiered.disk.num_written > 0 and not list(tiered.files.path.glob("*.new"))
+
+
+def test_a_node_evicts_all_that_nobody_uses(process: FaultyProcess, tiered: TieredNode) -> None:
+    run_tiered(tiered, TIERED_TEXTS[:1])
+    lease = tiered.cache.acquire(TIERED_TEXTS[0], "", 3)
+    process.plan(evicts=1.0, most=1)
+    tiered.cache.tend()
+    tiered.cache.tend()
+    assert process.noted() == [("evict", "cache", 0)] and tiered.cache.num_pages == len(lease.pages) == 3
+    tiered.cache.release(lease)
+    run_tiered(tiered, TIERED_TEXTS[:1])
+
+
+def test_a_node_reads_and_borrows_as_if_computing_took_as_long_as_planned(
+    process: FaultyProcess, tiered: TieredNode
+) -> None:
+    tiered.tier.compute_token_s = lambda: 1e-9
+    tiered.tier.copies.take_loads = lambda: [TimedLoad(1, 1.0)]
+    assert not tiered.tier.is_sooner(1, 4)
+    process.plan(token_s=1.0)
+    assert tiered.tier.is_sooner(1, 4)
 
 
 def test_a_clock_that_jumps_reaches_modules_that_were_loaded_before(process: FaultyProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from drafters import settings, target_of
 from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params
+from thinned import thinned
 
 from baton.metadata.wire.messages import Cancel
 
@@ -132,7 +134,7 @@ def test_pages_that_arrive_damaged_are_computed(make_pair: MakePair, checkpoint:
     pair.submit("first", turn, params(12), num_lent=8)
     assert pair.run()["first", 0].ids == expected
     pair.prefill.cache.flush()
-    page = pair.decode.cache.lend(turn, "")[2]
+    page = pair.decode.cache.lend(turn, "").pages[2]
     memory, borrower, server = pair.decode.handoff.end.memory[0], pair.prefill._borrower, pair.decode._server
     assert borrower is not None and server is not None
     memory.pages[:, page] ^= 1
@@ -168,8 +170,62 @@ def test_another_tenant_borrows_nothing(make_pair: MakePair, checkpoint: Callabl
     assert pair.prefill.stats().borrowed_tokens == 0
 
 
-@pytest.mark.parametrize("model", ["gemma3_text", "qwen3_next"])
-def test_a_model_with_tail_pages_computes_all(make_pair: MakePair, checkpoint: Callable[..., Path], model: str) -> None:
-    """Its windows or states do not travel so yet, and without them no work continues behind a page."""
-    pair = make_pair(checkpoint(model))
-    assert not pair.hellos["prefill"].borrows and pair.prefill._borrower is None and pair.decode._borrower is None
+TAILED = list(itertools.product(("gpt_oss", "qwen3_next", "deepseek_v4", "qwen3_5_text"), (False, True)))
+
+
+@pytest.mark.parametrize(("model", "is_local"), thinned(TAILED, lambda i, *_: i in (1, 2, 5)))
+def test_the_tail_pages_of_a_window_or_a_state_are_borrowed_too(
+    make_pair: MakePair, checkpoint: Callable[..., Path], model: str, *, is_local: bool
+) -> None:
+    """Work continues behind the last page that was borrowed, as behind a page of its own."""
+    pair = make_pair(checkpoint(model), transport="zmq" if is_local else "local")
+    turn, expected = two_turns(pair, is_local=is_local)
+    node, lender = (pair.decode, pair.prefill) if is_local else (pair.prefill, pair.decode)
+    num_tails = node._borrower.num_tails
+    assert num_tails > 0
+    num_lent = len(lender.cache.lend(turn, "", None, num_tails).pages)
+    before = node.stats()
+    pair.submit("second", turn, params(12), is_local=is_local, num_lent=num_lent)
+    assert pair.run()["second", 0].ids == expected
+    after = node.stats()
+    assert num_lent >= 5 and after.borrowed_tokens - before.borrowed_tokens == num_lent * PAGE
+    assert after.computed_tokens - before.computed_tokens <= len(turn) - num_lent * PAGE
+    assert node.cache.match(turn, "", None, num_tails) >= num_lent, "they serve the next prompt, too"
+
+
+def test_a_node_without_tail_pages_for_a_loan_computes_the_prompt(
+    make_pair: MakePair, checkpoint: Callable[..., Path]
+) -> None:
+    pair = make_pair(checkpoint("gpt_oss"))
+    turn, expected = two_turns(pair, is_local=False)
+    cache = pair.prefill.cache
+    pair.submit("second", turn, params(12), num_lent=8)
+    take = cache.take_tails
+    cache.take_tails = lambda n: None if n else take(n)
+    assert pair.run()["second", 0].ids == expected
+    assert pair.prefill.stats().borrowed_tokens == 0
+
+
+def test_damaged_tail_pages_are_computed(make_pair: MakePair, checkpoint: Callable[..., Path]) -> None:
+    """Behind a part of the pages no work continues, so all of the prompt is computed."""
+    pair = make_pair(checkpoint("gpt_oss"))
+    turn, expected = two_turns(pair, is_local=False)
+    pair.submit("first", turn, params(12), num_lent=8)
+    assert pair.run()["first", 0].ids == expected
+    pair.prefill.cache.flush()
+    lender, borrower, server = pair.decode, pair.prefill._borrower, pair.decode._server
+    assert borrower is not None and server is not None
+    tail = lender.cache.lend(turn, "", None, borrower.num_tails).tails[-1]
+    [memory] = [pool for pool in lender.handoff.end.memory if pool.holds(tail)]
+    before = pair.prefill.stats()
+    pair.submit("again", turn, params(12), num_lent=8)
+    memory.pages[:, tail - memory.first] ^= 1
+    pair.step_until(borrower.units)
+    while borrower.units():
+        pair.prefill.step()
+        server.poll()
+    memory.pages[:, tail - memory.first] ^= 1
+    assert pair.run()["again", 0].ids == expected
+    after = pair.prefill.stats()
+    assert after.checksum_failures > before.checksum_failures
+    assert after.borrowed_tokens == before.borrowed_tokens

@@ -65,6 +65,30 @@ def test_the_next_turn_borrows_what_a_drained_node_has(start: Callable[..., Serv
     served.check_books()
 
 
+def test_a_decode_node_that_leaves_hands_its_conversations_on(start: Callable[..., Served]) -> None:
+    """It leaves when the other one has them, which then serves the next turn from its own cache."""
+    served = start(router={"local_prefill": "always"}, num_pages=200, page_size=16).up(0, 2)
+    for node in served.nodes.values():
+        assert node._borrower is not None
+        node._borrower._token_s = lambda: 1.0
+    fields: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    prompts = [PROMPT, [*range(500, 560)]]
+    first = [served.ask(prompt=prompt, **fields) for prompt in prompts]
+    for request in first:
+        served.finish(request)
+    wait_for_news(served)
+    name = max(served.nodes, key=lambda each: served.nodes[each].cache.num_pages)
+    leaving = served.nodes[name]
+    [heir] = [node for each, node in served.nodes.items() if each != name]
+    texts = list(leaving.cache.texts())
+    assert any(text.token_ids[: len(PROMPT)] == PROMPT for text in texts)
+    leaving.membership.leave("a test")
+    served.run(lambda: leaving.membership.is_over)
+    assert leaving.is_idle and heir.stats().borrowed_tokens > 0
+    assert all(heir.cache.match(text.token_ids, text.salt) == text.num_pages for text in texts)
+    assert heir.cache.ledger().request == 0 and not heir.tickets()
+
+
 def wait_for_news(served: Served) -> None:
     """Step until all nodes have told the router what they have cached."""
 

@@ -15,7 +15,8 @@ the admin key    holders of the admin key; if the router has none: who may use r
 (RFC 7239).
 
 `CacheSalts` keep the prefix caches of tenants, or of keys, apart: a node matches only prompts of equal salt. The salt
-is a keyed hash of its owner and of the client's own `cache_salt`. Without the router's secret nobody can make the salt
+begins with a keyed hash of the tenant, by which nodes remove a tenant's pages, and goes on with one of the key and of
+the client's own `cache_salt`. Without the router's secret nobody can make the salt
 of another owner. The tenant `default` without a `cache_salt` has no salt. Sessions, whose requests prefer the same
 nodes, are kept apart in the same way.
 """
@@ -102,6 +103,7 @@ class Access:
         self._fixed = [ApiKey(config.api_key)] if config.api_key is not None else []
         self._admin = None if config.admin_key is None else digest_of(config.admin_key)
         self._callers: dict[bytes, Caller] = {}
+        self._removed: set[str] = set()  # tenants without a key
         self._take_keys()
         self.has_api_keys = bool(self._callers)
         self.has_admin_key = self._admin is not None
@@ -174,6 +176,11 @@ class Access:
         """Record how long a request took. The estimate in Retry-After is made from these."""
         self._durations.observe(seconds)
 
+    def take_removed(self) -> list[str]:
+        """Return the names of the tenants whose last key was removed since the last call."""
+        removed, self._removed = self._removed, set()
+        return sorted(removed)
+
     def look(self, *, force: bool = False) -> None:
         """Read the keys' file again if it has changed, or in any case with `force`."""
         if self._file is not None and self._file.look(force=force):
@@ -210,6 +217,10 @@ class Access:
             named = self._named[key] = Caller(name=caller.name, tenant=Tenant(name), digest=caller.digest)
         return named
 
+    @property
+    def _tenants(self) -> set[str]:
+        return {caller.tenant.name for caller in self._callers.values()}
+
     def _take_keys(self) -> None:
         """Make the callers of all keys. A key that stays keeps its caller, whose requests run. Raises ConfigError."""
         keys = {key.digest: key for key in (*self._fixed, *(self._file.keys if self._file is not None else ()))}
@@ -223,10 +234,12 @@ class Access:
     def _read_again(self) -> None:
         assert self._file is not None, "only a file is read again"
         admin = self._callers.get(self._admin) if self._admin is not None else None
+        before = self._tenants
         try:
             self._take_keys()
         except ConfigError as error:
             self._file.complain(str(error))
+        self._removed = (self._removed | before) - self._tenants - {DEFAULT.name}
         if self._admin is not None and admin is not None:
             self._callers[self._admin] = admin
 
@@ -296,7 +309,12 @@ class CacheSalts:
         key = caller.digest if self._scope == "key" else b""
         if caller.tenant.name == DEFAULT.name and not key and not given:
             return ""
-        return self._hash(b"salt", caller.tenant.name.encode(), key, (given or "").encode()).hex()
+        name = caller.tenant.name
+        return self.prefix(name) + self._hash(b"salt", name.encode(), key, (given or "").encode()).hex()
+
+    def prefix(self, tenant: str) -> str:
+        """Return how the salts of a tenant begin."""
+        return self._hash(b"tenant", tenant.encode()).hex()
 
     def session(self, caller: Caller, given: str) -> bytes:
         """Return the key of a client's session. Sessions of different owners never meet."""

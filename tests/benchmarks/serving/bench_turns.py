@@ -1,20 +1,24 @@
 """Conversations on a cluster: how many prompt tokens are computed again, and how long later turns wait.
 
-    python tests/benchmarks/serving/bench_turns.py [--model DIR] [--before DIR] [--json FILE] [--figures DIR]
+    python tests/benchmarks/serving/bench_turns.py [--model DIR] [--routers WHO ...] [--json FILE] [--figures DIR]
 
-The cluster is one router, two prefill and two decode nodes, all real processes. Conversations of several turns run side
-by side; no client sends a session's header. After the third turn each has two children, which share its history. In the
-second load the router is killed after the third turn and starts again.
+The cluster is one router, two prefill and two decode nodes (or `--prefill`, `--decode`), all real processes.
+Conversations of several turns run side by side; no client sends a session's header. After the third turn each has some
+children, which share its history. If `--breaks` says so, the router is killed after the third turn and starts again.
 
-A prompt's new tokens are those behind the last turn's prompt: the answer and the client's text. `--before` holds the
-`baton` of another commit, which then runs the same loads.
+A prompt's new tokens are those behind the last turn's prompt: the answer and the client's text. `--routers` says with
+which routers the load runs: one that draws the nodes of each request, or one that lets no node borrow
+(router_variants.py). `before` is the `baton` in the directory `--before`, of another commit. `--host-cache-gb` runs all
+loads with and without a host tier; `--num-pages` makes the pools small enough for that.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,8 +29,9 @@ from typing import Any, Literal, NamedTuple, get_args
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import shared_paths  # noqa: F401
-from cluster import Cluster
+from cluster import READY_S, Cluster, Process
 from harness import flags, report
+from router_variants import VARIANTS
 
 from baton.deploy.bench.client import Reply, Target, ask, open_session
 from baton.deploy.bench.sender import run_on_uvloop
@@ -53,10 +58,12 @@ WORDS = [
     "list",
     "open",
 ]
+SYNTHETIC_WORDS = [f"t{number}" for number in range(100, 4000)]  # of the models of synthetic.py
 BREAK = 3  # turns before what happens in the middle of a load
 SIDE_BY_SIDE = 3
 
 Break = Literal["nothing", "router starts again"]
+TOLD = "told pages"  # the router as it is
 
 
 class Turn(NamedTuple):
@@ -70,10 +77,11 @@ class Turn(NamedTuple):
 
 
 class TurnShape(NamedTuple):
-    """Words that the client says in a turn, and tokens of the answer."""
+    """Words that the client says in a turn, tokens of the answer, and the words that there are."""
 
     num_words: int
     answer_len: int
+    words: list[str]
 
 
 class Conversation:
@@ -87,7 +95,7 @@ class Conversation:
 
     def take_turn(self, index: int) -> Turn:
         """Say something, wait for the whole answer, and return what that took."""
-        self.text += "\n" + " ".join(self._rng.choices(WORDS, k=self._shape.num_words))
+        self.text += "\n" + " ".join(self._rng.choices(self._shape.words, k=self._shape.num_words))
         reply = Reply()
         run_on_uvloop(self._ask(reply))
         assert reply.error is None and reply.prompt_len is not None, reply
@@ -107,22 +115,39 @@ class Conversation:
             await ask(session, self._target, self.text, self._shape.answer_len, reply)
 
 
-def converse(cluster: Cluster, num_conversations: int, num_turns: int, event: Break, shape: TurnShape) -> list[Turn]:
+class VariantCluster(Cluster):
+    """A cluster with a router of router_variants.py."""
+
+    variant = TOLD
+
+    def start_process(self, name: str, *argv: str) -> Process:
+        if name != "router" or self.variant == TOLD:
+            return super().start_process(name, *argv)
+        path = self.directory / f"{name}.log"
+        program = [sys.executable, "-P", str(Path(__file__).with_name("router_variants.py")), self.variant]
+        with path.open("ab") as log:
+            popen = subprocess.Popen([*program, *argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.processes[name] = Process(name, popen, path)
+        return self.processes[name]
+
+
+def converse(cluster: Cluster, options: argparse.Namespace, event: Break) -> list[Turn]:
     """Run a load, and return all turns."""
-    rng = random.Random(1)
+    words = WORDS if options.model == DEMO else SYNTHETIC_WORDS
+    rng, shape = random.Random(1), TurnShape(options.words, options.answer, words)
     held = [
-        Conversation(cluster, shape, " ".join(rng.choices(WORDS, k=120)), seed=number)
-        for number in range(num_conversations)
+        Conversation(cluster, shape, " ".join(rng.choices(words, k=options.first_words)), seed=number)
+        for number in range(options.conversations)
     ]
     turns: list[Turn] = []
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        for index in range(num_turns):
+    with ThreadPoolExecutor(options.side_by_side) as pool:
+        for index in range(options.turns):
             if index == BREAK:
                 _break(cluster, event)
                 held += [
-                    Conversation(cluster, shape, each.text, each.num_known, seed=100 + 2 * number + child)
+                    Conversation(cluster, shape, each.text, each.num_known, seed=100 + 4 * number + child)
                     for number, each in enumerate(held)
-                    for child in range(2)
+                    for child in range(rng.randint(*options.children))
                 ]
             rng.shuffle(held)
             turns += pool.map(lambda each, index=index: each.take_turn(index), held)
@@ -131,41 +156,53 @@ def converse(cluster: Cluster, num_conversations: int, num_turns: int, event: Br
 
 def _break(cluster: Cluster, event: Break) -> None:
     if event == "router starts again":
+        num_nodes = len(cluster.processes) - 1
         cluster.processes["router"].kill()
         cluster.start_router()
-        cluster.wait_ready(num_nodes=4)
+        cluster.wait_ready(num_nodes=num_nodes)
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for event in get_args(Break):
-        for who in ("before", "told pages") if options.before else ("told pages",):
-            for number in range(options.rounds):
-                turns = _measure(options, event, who == "before")
-                later = [turn for turn in turns if turn.index > 0]
-                computed = sum(turn.num_prompt - turn.num_cached for turn in turns)
-                yield {
-                    "in the middle": event,
-                    "router": who,
-                    "round": number,
-                    "prompt tokens": sum(turn.num_prompt for turn in turns),
-                    "new": (num_new := sum(turn.num_new for turn in turns)),
-                    "computed": computed,
-                    "computed over new": round(computed / num_new, 3),
-                    "ttft p50 of later turns, ms": round(1000 * statistics.median(turn.ttft_s for turn in later), 1),
-                }
+    tiers = [None] if options.host_cache_gb is None else [None, options.host_cache_gb]
+    for event, tier_gb, router in itertools.product(options.breaks, tiers, options.routers):
+        for number in range(options.rounds):
+            turns = _measure(options, event, router, tier_gb)
+            later = [turn for turn in turns if turn.index > 0]
+            num_prompt, num_new = sum(turn.num_prompt for turn in turns), sum(turn.num_new for turn in turns)
+            computed = sum(turn.num_prompt - turn.num_cached for turn in turns)
+            yield {
+                "nodes": f"{options.prefill}P{options.decode}D",
+                "in the middle": event,
+                "router": router,
+                "host tier, GB": tier_gb or 0,
+                "round": number,
+                "prompt tokens": num_prompt,
+                "seen before": round(1 - num_new / num_prompt, 3),
+                "new": num_new,
+                "computed": computed,
+                "computed over new": round(computed / num_new, 3),
+                "ttft p50 of later turns, ms": round(1000 * statistics.median(turn.ttft_s for turn in later), 1),
+            }
 
 
-def _measure(options: argparse.Namespace, event: Break, is_before: bool) -> list[Turn]:
+def _measure(options: argparse.Namespace, event: Break, router: str, tier_gb: float | None) -> list[Turn]:
+    node_flags = ["--speculative", options.speculative, *options.node_flags.split()]
+    node_flags += [] if options.num_pages is None else ["--num-pages", str(options.num_pages)]
+    node_flags += [] if tier_gb is None else ["--host-cache-gb", str(tier_gb)]
     with tempfile.TemporaryDirectory() as directory:
-        cluster = Cluster(Path(directory), options.model)
-        if is_before:
-            names = ("router", "prefill-0", "prefill-1", "decode-0", "decode-1")
-            cluster.releases = dict.fromkeys(names, options.before)
-        try:
-            cluster.start(prefill=2, decode=2, node_flags=["--speculative", options.speculative])
-            return converse(
-                cluster, options.conversations, options.turns, event, TurnShape(options.words, options.answer)
+        cluster = VariantCluster(Path(directory), options.model)
+        cluster.ready_s = options.ready_s
+        if router == "before":
+            cluster.releases = dict.fromkeys(
+                ("router", "prefill-0", "prefill-1", "decode-0", "decode-1"), options.before
             )
+        else:
+            cluster.variant = router
+        try:
+            cluster.start(
+                options.prefill, options.decode, router_flags=options.router_flags.split(), node_flags=node_flags
+            )
+            return converse(cluster, options, event)
         finally:
             cluster.kill_all()
 
@@ -174,11 +211,23 @@ def main() -> None:
     parser = flags(__doc__, rounds=1)
     parser.add_argument("--model", type=Path, default=DEMO)
     parser.add_argument("--before", type=Path, help="directory of the `baton` of another commit")
+    parser.add_argument("--routers", nargs="+", default=[TOLD], choices=[TOLD, "before", *VARIANTS])
+    parser.add_argument("--breaks", nargs="+", default=["nothing"], choices=get_args(Break))
+    parser.add_argument("--prefill", type=int, default=2, help="number of nodes (default: 2)")
+    parser.add_argument("--decode", type=int, default=2, help="number of nodes (default: 2)")
     parser.add_argument("--conversations", type=int, default=6)
+    parser.add_argument("--children", type=int, nargs=2, default=(2, 2), help="fewest and most of a conversation")
+    parser.add_argument("--side-by-side", type=int, default=SIDE_BY_SIDE, help="turns at once")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--speculative", default="auto", help="setting of all nodes")
+    parser.add_argument("--first-words", type=int, default=120, help="of a conversation")
     parser.add_argument("--words", type=int, default=30, help="that the client says in each turn")
     parser.add_argument("--answer", type=int, default=8, help="tokens of each answer")
+    parser.add_argument("--num-pages", type=int, help="of each pool")
+    parser.add_argument("--host-cache-gb", type=float, help="of each node, in half of the loads")
+    parser.add_argument("--node-flags", default="", help="further flags of all nodes, in one word")
+    parser.add_argument("--router-flags", default="", help="further flags of the router, in one word")
+    parser.add_argument("--ready-s", type=float, default=READY_S, help="how long nodes may take to start")
     options = parser.parse_args()
     report(options, "turns", rows(options), unit="tokens")
 

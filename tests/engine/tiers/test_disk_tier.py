@@ -216,3 +216,27 @@ def test_a_full_disk_is_counted_and_nothing_else_happens(make_node: MakeNode, mo
     node.cache.evict(40)
     settle(node)
     assert node.disk.ledger().files > 0
+
+
+@pytest.mark.parametrize("num_tails", [0, 12])
+def test_the_pages_of_a_tenant_leave_all_tiers_at_once(num_tails: int, make_node: MakeNode, tmp_path: Path) -> None:
+    """Pages that a request uses stay as long, and go when the node is told again."""
+    node = make_node(num_slots=24, num_tails=num_tails)
+    first, second, third = texts(3)
+    for text, salt in ((first, "a1"), (second, "b1"), (third, "a2"), (third, ""), (first, "b1"), (second, "a1")):
+        node.run(text, salt)
+        settle(node)
+    in_use = node.cache.acquire(second, "a1")
+    assert in_use.pages and list(tmp_path.glob("*/*/*.page"))
+    node.cache.forget("a")
+    left = {page.key[: -4 * PAGE].decode() for page in node.cache.first_pages()}
+    assert left == {"a1", "b1", ""} and node.cache.match(second, "a1") == len(in_use.pages)
+    node.cache.release(in_use)
+    node.cache.forget("a")
+    settle(node)
+    assert {page.key[: -4 * PAGE].decode() for page in node.cache.first_pages()} == {"b1", ""}
+    salts = {node.files._look(path.name, 0.0).header.salt for path in tmp_path.glob("*/*/*") if path.suffix != ".lock"}
+    assert salts <= {"b1", ""}
+    for text, salt in ((first, "b1"), (first, "a1")):
+        node.run(text, salt)
+        settle(node)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 from patience import wait_until
+from tiered_node import PAGE as TIER_PAGE
+from tiered_node import Node
 
 from baton.engine.state.pages import PagePool
 from baton.engine.state.prefix_cache import PrefixCache
 from baton.metadata.cache import kv_events
-from baton.metadata.cache.kv_events import INTERVAL_S, KvEvents
+from baton.metadata.cache.kv_events import INTERVAL_S, MEDIA, KvEvents
 from baton.metadata.errors import ConfigError
 
 from .test_changes import PAGE, store
@@ -65,6 +68,7 @@ class Consumer:
         self.sub.subscribe(b"kv-events")
         self.replay.connect(events.replay_address)
         self.blocks: dict[bytes | int, tuple[int, ...]] = {}
+        self.media: dict[bytes | int, set[str | None]] = {}
         self.salts: dict[bytes | int, str] = {}
         self.numbers: list[int] = []
         self.has_missed = False
@@ -75,19 +79,23 @@ class Consumer:
         for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
             match event:
                 case BlockStored():
-                    assert event.block_size == PAGE and event.medium == "GPU"
-                    assert len(event.token_ids) == PAGE * len(event.block_hashes)
+                    size = event.block_size
+                    assert len(event.token_ids) == size * len(event.block_hashes)
                     before = () if event.parent_block_hash is None else self.blocks[event.parent_block_hash]
                     for index, name in enumerate(event.block_hashes):
-                        before = (*before, *event.token_ids[PAGE * index : PAGE * (index + 1)])
+                        before = (*before, *event.token_ids[size * index : size * (index + 1)])
                         self.blocks[name] = before
+                        self.media.setdefault(name, set()).add(event.medium)
                     if event.extra_keys is not None:
                         self.salts[event.block_hashes[0]] = event.extra_keys[0][0]  # type: ignore[index]
                 case BlockRemoved():
                     for name in event.block_hashes:
-                        del self.blocks[name]
+                        self.media[name].remove(event.medium)
+                        if not self.media[name]:
+                            del self.blocks[name], self.media[name]
                 case AllBlocksCleared():
                     self.blocks.clear()
+                    self.media.clear()
 
     def receive(self) -> None:
         while self.sub.poll(50):
@@ -158,6 +166,7 @@ def test_a_consumer_of_the_format_follows_the_cache(cache: PrefixCache, events: 
 def ask_again(events: KvEvents, consumer: Consumer, first: int) -> None:
     """Let a consumer ask for the batches from number `first` on, and take them in place of what it has."""
     consumer.blocks.clear()
+    consumer.media.clear()
     consumer.numbers.clear()
     consumer.replay.send_multipart([b"", first.to_bytes(8, "big")])
     while not consumer.replay.poll(20):
@@ -188,6 +197,46 @@ def test_old_batches_are_forgotten(
         events.tell(float(turn))
     ask_again(events, consumer, 0)
     assert consumer.numbers == [3, 4]
+
+
+def test_events_say_in_which_medium_a_block_lies(tmp_path: Path) -> None:
+    """Blocks go from the pool to host memory and to files, and come back."""
+    node = Node(9, 12, directory=tmp_path / "files")
+    events = KvEvents("tcp://127.0.0.1:*", node.cache)
+    consumer = Consumer(events)
+    texts = [[text * 50 + index for index in range(5 * TIER_PAGE + 1)] for text in range(4)]
+    seen = set[str | None]()
+    try:
+        for text in (*texts, texts[0], texts[3], texts[1]):
+            node.run(text)
+            wait_until(lambda: node.cache.tend() or node.disk.thread.is_idle, "files are written")
+            node.cache.tend()
+            seen |= tell_media(node, events, consumer)
+        assert seen == set(MEDIA.values())
+        node.cache.flush()
+        assert tell_media(node, events, consumer) == set()
+    finally:
+        consumer.context.destroy(linger=0)
+        events.close()
+        node.cache.close()
+
+
+def tell_media(node: Node, events: KvEvents, consumer: Consumer) -> set[str | None]:
+    """Tell all changes, let the consumer read all events, compare its blocks with the cache, and return all media."""
+    for _ in range(3):
+        consumer.now += INTERVAL_S
+        events.tell(consumer.now)
+    consumer.blocks.clear()
+    consumer.media.clear()
+    for number, payload in events._kept:
+        consumer.take(payload, number)
+    left, found = node.cache.first_pages(), list[set[str | None]]()
+    while left:
+        page = left.pop()
+        left += page.children.values()
+        found.append({MEDIA[place] for place in page.places})
+    assert sorted(map(sorted, found)) == sorted(map(sorted, consumer.media.values()))
+    return set().union(*found)
 
 
 @pytest.mark.parametrize("request_frames", [[b""], [b"", b"1"], [b"", b"x" * 8, b"more"], [b"x", b"y" * 8]])

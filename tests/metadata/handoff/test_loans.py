@@ -7,11 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
-from handoff_nodes import SCHEMA, LateCache, make_client, make_server, named, peer_of, same_pages, spin, unit
+from handoff_nodes import (
+    SCHEMA,
+    LateCache,
+    make_client,
+    make_server,
+    named,
+    pages_of,
+    peer_of,
+    same_pages,
+    spin,
+    unit,
+)
 
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import PrefixCache
+from baton.engine.tiers.host_copies import HostCopies
+from baton.engine.tiers.host_tier import HostTier
 from baton.metadata.handoff.loans import LENT_SHARE
 from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transfer import LoanOver
@@ -47,7 +61,7 @@ class Pair:
         self, pages: list[int], num_cached: int = 0, *, salt: str = "", name: str = "r", until: float = math.inf
     ) -> None:
         token_ids = TEXT[: len(pages) * SIZE]
-        self.borrower.borrow(unit(name), peer_of(self.lender), num_cached, pages, token_ids, salt, until)
+        self.borrower.borrow(unit(name), peer_of(self.lender), num_cached, pages, (), token_ids, salt, until)
 
     def begin(self, pages: list[int]) -> None:
         """Borrow, and poll until the lender has lent."""
@@ -60,6 +74,20 @@ class Pair:
         over = before + named(spin(nodes, lambda events: len(before + named(events, LoanOver)) >= count), LoanOver)
         spin(nodes, lambda _: not self.lender.loans())
         return over
+
+
+class SlowCopies:
+    """Copies whose loads take effect for other processes when `is_over` says so."""
+
+    def __init__(self, own: Any, is_over: list[bool]) -> None:
+        self._own, self._is_over = own, is_over
+
+    @property
+    def is_settled(self) -> bool:
+        return self._is_over[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
 @pytest.fixture(params=["local", "zmq", "cuda"])
@@ -114,7 +142,7 @@ def test_another_salt_or_one_other_token_finds_nothing(pair_of: Callable[..., Pa
     pair = pair_of(salt="tenant a")
     pair.borrow([3, 4], salt="tenant b")
     pair.borrow([5, 6], name="no salt")
-    pair.borrower.borrow(unit("other"), peer_of(pair.lender), 0, [7], [1, *TEXT[1:SIZE]], "tenant a", math.inf)
+    pair.borrower.borrow(unit("other"), peer_of(pair.lender), 0, [7], (), [1, *TEXT[1:SIZE]], "tenant a", math.inf)
     assert {over.num_pages for over in pair.finish(3)} == {0}
     pair.borrow([3, 4], salt="tenant a")
     assert pair.finish()[0].num_pages == 2
@@ -168,7 +196,7 @@ def test_a_unit_has_one_loan_whoever_asks() -> None:
         for each in (*pools, other):
             pair.stack.callback(each.close)
         pair.begin([3, 4])
-        other.borrow(unit(), peer_of(pair.lender), 0, [5], TEXT[:SIZE], "", math.inf)
+        other.borrow(unit(), peer_of(pair.lender), 0, [5], (), TEXT[:SIZE], "", math.inf)
         spin((pair.lender, other), lambda _: pair.lender.dropped.count == 1)
         pair.lender.open(unit(), 1)  # a prompt that is handed over may have the same name
         assert pair.finish()[0].num_pages == 2
@@ -186,3 +214,26 @@ def test_two_full_nodes_borrow_from_each_other() -> None:
         nodes = (there.lender, there.borrower, back.lender, back.borrower)
         over = named(spin(nodes, lambda events: len(named(events, LoanOver)) == 2), LoanOver)
         assert [each.num_pages for each in over] == [2, 2], "a quarter of the 8 idle pages"
+
+
+@pytest.mark.parametrize("pair_of", ["local", "zmq"], indirect=True)
+def test_pages_that_lie_in_the_lenders_host_memory_are_lent(pair_of: Callable[..., Pair]) -> None:
+    """They are evicted, and come back for the loan. They are offered when they are there for other processes."""
+    pair = pair_of()
+    tier = HostTier(HostCopies(pair.lender.end.memory, 12))
+    pair.prefix.tier = tier
+    before = pages_of(pair.source, pair.lent)
+    assert pair.prefix.evict(8) == 8 and pair.prefix.num_pages == 0
+    for pool in pair.source:
+        pool.pages[:] = 7  # of others
+    ours, is_settled = list(range(3, 11)), [False]
+    tier.copies = SlowCopies(tier.copies, is_settled)
+    pair.borrow(ours)
+    spin((pair.borrower, pair.lender), lambda _: pair.lender.loans())
+    for _ in range(20):
+        assert not pair.lender.poll() and not pair.borrower.poll()
+    assert pair.borrower.tickets(), "nothing was offered"
+    is_settled[0] = True
+    [over] = pair.finish()
+    assert over.num_pages == 8
+    assert all(np.array_equal(a, b) for a, b in zip(before, pages_of(pair.target, ours), strict=True))

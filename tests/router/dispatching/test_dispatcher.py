@@ -16,6 +16,7 @@ from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Ended, SamplingParams, TokenLogprobs, Unit, pack_ids, unpack_ids
 from baton.router.config import RouterConfig
+from baton.router.dispatching import dispatcher as dispatcher_module
 from baton.router.dispatching.cancels import ACK_S, MAX_ACK_S
 from baton.router.dispatching.dispatcher import SLOW_TICK_S, Dispatcher
 from baton.router.dispatching.effects import Done, Effect, Error, Output, Send
@@ -250,6 +251,46 @@ def test_a_drained_node_that_comes_back_gets_nothing_at_any_moment() -> None:
     world.sent.clear()
     world.join("p0")
     assert world.node("p0").is_cordoned and not world.got("p0", m.Prefill) and not client.num_ends
+
+
+def test_nodes_forget_a_tenant_at_once_and_again_after_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher_module, "FORGET_S", 0.5)
+    world = World()
+    _, asked = world.running(max_tokens=3)
+    world.dispatcher.requests[asked.rid].cache_salt = "acme 1"
+
+    def prefixes(name: str) -> list[str]:
+        return [each.prefix for each in world.got(name, m.ForgetSalts)]
+
+    world.do(world.dispatcher.forget_salts("acme", world.now))
+    assert prefixes("p0") == prefixes("d0") == ["acme"]
+    world.wait(1.0)
+    assert prefixes("d0") == ["acme"], "its request goes on"
+    world.tokens("d0", asked, 1, IDS[1:3], reason="length")
+    world.wait(0.5 + 2 * SLOW_TICK_S)
+    assert prefixes("p0") == prefixes("d0") == ["acme"] * 2
+    world.wait(1.0)
+    assert prefixes("d0") == ["acme"] * 2
+
+
+def test_the_texts_of_a_leaving_node_go_to_the_decode_node_with_most_room() -> None:
+    world = World("p0", "d0", "d1", "d2")
+    for name, free_pages in (("d0", 90), ("d1", 60), ("d2", 70)):
+        world.node(name).hello = msgspec.structs.replace(world.node(name).hello, borrows=True)
+        world.beat(name, free_pages)
+    world.say("d0", m.Leaving(done=False))
+    for text in range(4):
+        world.say("d0", m.HandOn(token_ids=pack_ids([text] * 9), cache_salt="tenant", num_pages=8))
+    assert [each.has_heir for each in world.got("d0", m.HandedOn)] == [True] * 4
+    kept = {name: world.got(name, m.Keep) for name in ("d0", "d1", "d2")}
+    assert [len(each) for each in kept.values()] == [0, 1, 3]
+    assert {(each.lender.peer.node_id, each.lender.num_pages, each.cache_salt) for each in kept["d2"]} == {
+        ("d0", 8, "tenant")
+    }
+    world.lose("d1")
+    world.lose("d2")
+    world.say("d0", m.HandOn(token_ids=pack_ids([1] * 9), cache_salt="", num_pages=8))
+    assert not world.got("d0", m.HandedOn)[-1].has_heir
 
 
 def test_one_token_needs_no_decode_node() -> None:

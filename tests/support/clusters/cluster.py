@@ -361,6 +361,9 @@ def held(ledger: dict[str, Any]) -> list[str]:
         held += [f"{name}: {what} {books[what]}" for what in ("requests", "tickets") if books[what]]
         owners = ("request", "ticket", "cache_referenced")
         held += [f"{name}: {books['pool'][owner]} pages of {owner}" for owner in owners if books["pool"][owner]]
+        tier = books.get("host_tier") or {}  # earlier releases have none
+        kinds = (tier.get("pages"), tier.get("tail_pages"))
+        held += [f"{name}: files are read into {each['reading']} slots" for each in kinds if each and each["reading"]]
     return held
 
 

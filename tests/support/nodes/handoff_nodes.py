@@ -17,6 +17,7 @@ from baton.metadata.handoff.client import ANSWER_S, HandoffClient
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.loans import LendingCache
 from baton.metadata.handoff.memory import PageMemory
+from baton.metadata.handoff.pages import LentPages
 from baton.metadata.handoff.schema.schema import are_tails, kv_layouts, make_schema, on_gpu, row_bytes
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.transfer import TransferFailed
@@ -44,8 +45,12 @@ class LateCache:
     def available(self) -> int:
         return self.real.available
 
-    def lend(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        return self.real.lend(token_ids, salt)
+    @property
+    def is_settled(self) -> bool:
+        return self.real.is_settled
+
+    def lend(self, token_ids: Sequence[int], salt: str, limit_pages: int, num_tails: int) -> LentPages:
+        return self.real.lend(token_ids, salt, limit_pages, num_tails)
 
 
 def unit(rid: str = "r", choice: int = 0, attempt: int = 0) -> Unit:

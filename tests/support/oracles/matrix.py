@@ -49,6 +49,7 @@ class Ask:
     n: int = 1
     stop_at: int | None = None  # index of the output token that ends the request; earlier tokens differ from it
     is_late: bool = False  # it joins a running batch
+    behind: str = ""  # name of an earlier request, with whose prompt and output this prompt begins
 
     def is_met(self, free: list[int], ids: list[int]) -> bool:
         """Return whether `ids` end at the stop token or, if `min_tokens` is larger, have another token there. `free` is
@@ -132,7 +133,8 @@ class Plain:
         for attempt in range(20):
             asked = replace(ask.params, seed=100 + index)
             generator = torch.Generator().manual_seed(100 * index + attempt)
-            prompt = torch.randint(1, 512, (ask.prompt_len,), generator=generator).tolist()
+            prompt = self._text_of(ask.behind)
+            prompt += torch.randint(1, 512, (ask.prompt_len,), generator=generator).tolist()
             longer = replace(asked, max_tokens=asked.max_tokens + BEYOND)
             free = Case(ask, prompt, longer, run_single(pair, f"{index}.{attempt} free", prompt, longer, ask.n))
             if ask.stop_at is not None:
@@ -149,6 +151,10 @@ class Plain:
         for (seed, text), (_, whole) in zip(case.texts(), free.texts(), strict=True):
             self.truths[seed] = whole if whole[: len(text)] == text else text
         self.cases.append(case)
+
+    def _text_of(self, name: str) -> list[int]:
+        """Return the prompt and output of a case; nothing if `name` is empty."""
+        return next((each.prompt + each.expected[0].ids for each in self.cases if each.ask.name == name), [])
 
 
 def run_single(pair: NodePair, rid: str, prompt: list[int], asked: SamplingParams, n: int = 1) -> list[Result]:

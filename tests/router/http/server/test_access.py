@@ -181,6 +181,23 @@ def test_keys_are_read_again_without_a_restart(make_system: Callable[..., System
     assert 'baton_tenant_requests_total{outcome="done",tenant="default"} 1.0' in page
 
 
+def test_a_tenant_is_removed_with_its_last_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\nann two acme\neve three acme\nbob four other\n")
+    access = Access(RouterConfig(api_keys=str(keys)))
+    for lines, removed in (
+        ("ann two acme\nbob four other\n", []),
+        ("bob four other\n", ["acme"]),
+        ("a mistake in this line is not a removal of all\n", []),
+        ("bob four other\nann two acme\n", []),
+        ("one\n", ["acme", "other"]),
+    ):
+        keys.write_text(lines)
+        access.look(force=True)
+        assert access.take_removed() == removed, lines
+    assert access.take_removed() == []
+
+
 def test_a_key_keeps_its_running_sequences_when_the_file_is_read_again(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a k1\n")
@@ -301,7 +318,13 @@ def test_a_tenant_shares_its_cache_and_no_other_has_the_same_salt() -> None:
     given = [None, "a", "acme", salts.salt(ACME[0], None), "\x00acme", "é"]
     assert len({salts.salt(caller, each) for caller in callers for each in given}) == len(callers) * len(given)
     assert all(salts.salt(ACME[0], each) == salts.salt(ACME[1], each) for each in given)
-    assert len(salts.salt(OTHER, "a")) == 32
+    assert len(salts.salt(OTHER, "a")) == 64
+    for caller in callers:  # so nodes find all pages of a tenant that is gone, and of no other
+        begin = salts.prefix(caller.tenant.name)
+        owners = {
+            each.tenant.name for each in callers for given_ in given if salts.salt(each, given_).startswith(begin)
+        }
+        assert owners == {caller.tenant.name}
 
 
 def test_with_the_scope_key_each_key_has_a_cache_of_its_own() -> None:

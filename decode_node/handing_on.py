@@ -1,0 +1,141 @@
+"""A decode node that leaves hands the texts of its prefix cache on to other decode nodes, which borrow their pages.
+
+    leaves, and has no request left --HandOn (a text)--> router --Keep (who has it)--> heir --Borrow--> the node
+                                    <--HandedOn (whether there is an heir)--'
+
+The heir takes pages for a text before it asks, a bounded number, and gives them to its cache when they have come. Loans
+pin nothing at the node that leaves, and end by their own deadlines. So nobody waits for anybody: the node leaves when
+no loan has been under way for a moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..engine.state.pages import Owner
+from ..engine.state.prefix_cache import CachedText, Lease, PrefixCache
+from ..metadata.bus.membership import Membership
+from ..metadata.handoff.borrower import Borrower
+from ..metadata.handoff.server import HandoffServer
+from ..metadata.wire.messages import HandedOn, HandOn, Keep
+from ..metadata.wire.request import Unit, pack_ids, unpack_ids
+
+logger = logging.getLogger(__name__)
+
+QUIET_S = 0.5  # without a loan, after which nothing more is expected
+ANSWER_S = 1.0  # that the router may take
+MOST_TEXTS = 512  # that a node hands on
+KEPT_SHARE = 4  # one page of so many that are free or evictable is kept for one node at most
+MOST_AT_ONCE = 4  # texts that are borrowed
+MOST_WAITING = 512
+
+
+class HandingOn:
+    """Of a node that leaves: its texts, those used last first."""
+
+    def __init__(self, cache: PrefixCache, membership: Membership, server: HandoffServer | None) -> None:
+        self._cache, self._membership, self._server = cache, membership, server
+        self._texts: Iterator[CachedText] | None = None
+        self._waits_until = 0.0
+        self._num_handed_on = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be expected."""
+        return self._server is None or (self._texts is not None and time.monotonic() >= self._waits_until)
+
+    def go_on(self) -> None:
+        """To be called at each step once the node leaves and has no request."""
+        now = time.monotonic()
+        if self._server is None:
+            return
+        if self._texts is None:
+            self._texts = itertools.islice(self._cache.texts(), MOST_TEXTS)
+            self._offer(now)
+        if self._server.loans():
+            self._waits_until = max(self._waits_until, now + QUIET_S)
+
+    def take(self, message: HandedOn) -> None:
+        """The router has found an heir, or says that there is none."""
+        if self._texts is None:
+            return
+        if not message.has_heir:
+            self._texts = iter(())
+            self._waits_until = 0.0 if not self._num_handed_on else self._waits_until
+            return
+        self._num_handed_on += 1
+        self._offer(time.monotonic())
+
+    def _offer(self, now: float) -> None:
+        """Name the next text to a router, if there are both."""
+        assert self._texts is not None
+        text, routers = next(self._texts, None), self._membership.routers
+        if text is None or not routers:
+            self._waits_until = now + QUIET_S if self._num_handed_on else 0.0
+            if text is None and self._num_handed_on:
+                logger.info("other nodes may keep %d cached texts", self._num_handed_on)
+            return
+        message = HandOn(token_ids=pack_ids(text.token_ids), cache_salt=text.salt, num_pages=text.num_pages)
+        self._membership.send(message, routers[0])
+        self._waits_until = now + ANSWER_S
+
+
+class _Kept(NamedTuple):
+    """A text whose pages are on the way."""
+
+    lease: Lease
+    pages: list[int]
+
+
+class KeptTexts:
+    """Of an heir: texts that it borrows from nodes that leave."""
+
+    def __init__(self, cache: PrefixCache, borrower: Borrower[Lease]) -> None:
+        self._cache, self._borrower = cache, borrower
+        self._waiting: deque[Keep] = deque()
+        self._kept: dict[Unit, _Kept] = {}
+        self._numbers = itertools.count()
+        self._num_pages: Counter[str] = Counter()  # by epoch of the node that leaves
+        self._limits: dict[str, int] = {}
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._kept
+
+    def add(self, message: Keep) -> None:
+        """A node that leaves has a text."""
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(message)
+
+    def begin(self) -> None:
+        """Borrow texts that wait. To be called once per step."""
+        while self._waiting and len(self._kept) < MOST_AT_ONCE:
+            self._begin(self._waiting.popleft())
+
+    def end(self, unit: Unit) -> None:
+        """The loan of a text is over. What has come is in the cache."""
+        kept = self._kept.pop(unit)
+        self._cache.release(kept.lease, kept.pages)
+
+    def _begin(self, message: Keep) -> None:
+        token_ids, lender = unpack_ids(message.token_ids), message.lender
+        epoch = lender.peer.epoch
+        if epoch not in self._limits:
+            self._num_pages.clear()
+            self._limits = {epoch: self._cache.available // KEPT_SHARE}
+        lease = self._cache.acquire(token_ids, message.cache_salt, lender.num_pages, self._borrower.num_tails)
+        num_new = lender.num_pages - len(lease.pages)
+        if num_new <= 0 or self._num_pages[epoch] + num_new > self._limits[epoch] or num_new > self._cache.available:
+            self._cache.release(lease)
+            return
+        unit = Unit(f"kept-{next(self._numbers)}", 0, 0)
+        kept = _Kept(lease, [*lease.pages, *self._cache.allocate(num_new, Owner.REQUEST)])
+        if self._borrower.begin(unit, lender, token_ids, kept.pages, lease, lender.num_pages):
+            self._num_pages[epoch] += num_new
+            self._kept[unit] = kept
+        else:
+            self._cache.release(lease, kept.pages)
