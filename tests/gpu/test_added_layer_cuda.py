@@ -13,7 +13,7 @@ from typing import Any
 import polynomial
 import pytest
 from heads import write_head
-from matrix import ASKS, CELLS, Place, Plain, coach, run_cell
+from matrix import CELLS, Place, Plain, coach, run_cell
 from node_pair import NodePair, check_moves
 from polynomial import EDGE
 
@@ -41,7 +41,7 @@ def model(
 @pytest.fixture(scope="module")
 def reference(model: Path) -> Plain:
     """The text of a CPU."""
-    return Plain.of(model, ASKS[:4], page_size=EDGE)
+    return Plain.of(model, page_size=EDGE)
 
 
 def settings(transport: str, **more: Any) -> dict[str, Any]:

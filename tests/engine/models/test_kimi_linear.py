@@ -89,6 +89,6 @@ def test_dense_layers_are_found_by_their_published_names(checkpoint: Callable[..
 def test_a_gpu_is_refused_in_words(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
     with pytest.raises(
-        ConfigError, match=r"KimiLinear.*: a gated delta rule by channel has not run on a GPU yet; use --device"
+        ConfigError, match=r"KimiLinear.*: a gated delta rule by channel was not shown to be right on a GPU; use --device"
     ):
         Engine(EngineConfig(model=str(checkpoint("kimi_linear")), num_pages=8))
