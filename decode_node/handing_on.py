@@ -74,7 +74,7 @@ class HandingOn:
     def _offer(self, now: float) -> None:
         """Name the next text to a router, if there are both."""
         assert self._texts is not None
-        text, routers = next(self._texts, None), self._membership.routers
+        text, routers = next(self._texts, None), self._membership.routers_that_know(HandOn)
         if text is None or not routers:
             self._waits_until = now + QUIET_S if self._num_handed_on else 0.0
             if text is None and self._num_handed_on:

@@ -45,6 +45,7 @@ from ..wire.membership import (
 )
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load, NodeStats, PoolLedger, Service, TierLedger
+from ..wire.protocol import Message
 from ..wire.request import Unit
 from .channel import ChannelEvent, RouterChannel, RouterGone, TurnedAway
 from .curve import KeyPair
@@ -187,6 +188,10 @@ class Membership:
     def routers(self) -> list[str]:
         """The epochs of the routers that have welcomed this node and are there."""
         return [channel.router for channel in self._channels if channel.router is not None]
+
+    def routers_that_know(self, kind: type[Message]) -> list[str]:
+        """The epochs of those routers to which a message of this type can be sent."""
+        return [channel.router for channel in self._channels if channel.router is not None and channel.knows(kind)]
 
     def receive(self) -> list[RouterWork | RouterGone]:
         """Return the routers' work since the last call, in order per router. Raises Refused if a router refuses this
