@@ -30,9 +30,12 @@ class CachedNode:
     @property
     def places(self) -> tuple[Place, ...]:
         """Where its KV lies."""
-        found: tuple[Place, ...] = () if self.page is None else ("pool",)
-        found += () if self.slot is None else ("host",)
-        return (*found, "file") if self.is_filed else found
+        are_there: dict[Place, bool] = {
+            "pool": self.page is not None,
+            "host": self.slot is not None,
+            "file": self.is_filed,
+        }
+        return tuple(place for place, is_there in are_there.items() if is_there)
 
     @property
     def is_in_memory(self) -> bool:

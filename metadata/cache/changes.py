@@ -148,8 +148,8 @@ class CacheChanges:
         """Enter the places that a page has come to, and those that it has left."""
         before, now = self._told_places.pop(page, ()), page.places
         parent = None if page.parent is None else self._told.get(page.parent)
-        batch.arrived += [(place, StoredPage(name, parent, page.key)) for place in now if place not in before]
-        batch.left += [(place, name) for place in before if place not in now]
+        batch.arrived.extend((place, StoredPage(name, parent, page.key)) for place in now if place not in before)
+        batch.left.extend((place, name) for place in before if place not in now)
         if now:
             self._told_places[page] = now
 

@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +70,23 @@ def rows(model: Path, rounds: int) -> Iterator[dict[str, Any]]:
     for transport in ("local", "zmq"):
         borrowing = Borrowing(model, transport)
         borrowing.seconds(64, borrows=True)
-        crossover = None
+        found: list[dict[str, Any]] = []
         for num_tokens in LENGTHS:
             borrowed, computed = (
                 statistics.median(borrowing.seconds(num_tokens, borrows=borrows) for _ in range(rounds))
                 for borrows in (True, False)
             )
-            crossover = crossover or (num_tokens if borrowed < computed else None)
-            yield {
-                "transport": transport,
-                "tokens": num_tokens,
-                "borrowed, ms": round(1000 * borrowed, 2),
-                "computed, ms": round(1000 * computed, 2),
-                "sooner from, tokens": crossover,
-            }
+            times = {"borrowed, ms": round(1000 * borrowed, 2), "computed, ms": round(1000 * computed, 2)}
+            found.append({"transport": transport, "tokens": num_tokens} | times)
+        yield from ({**row, "always sooner from, tokens": crossover(found)} for row in found)
         borrowing.pair.close()
+
+
+def crossover(found: Sequence[dict[str, Any]]) -> int | None:
+    """Return the number of tokens from which on borrowing was sooner in all rows. None: not even in the last one."""
+    slower = [index for index, row in enumerate(found) if row["borrowed, ms"] >= row["computed, ms"]]
+    rest = found[slower[-1] + 1 :] if slower else found
+    return rest[0]["tokens"] if rest else None
 
 
 def main() -> None:
