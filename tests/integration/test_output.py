@@ -95,6 +95,7 @@ def test_preemption_and_batches_change_no_token(
     assert preempted == alone
 
 
+@pytest.mark.whole  # tests/decode_node/test_node_pair.py has it in one process
 def test_pools_too_small_for_the_load_never_deadlock(new_cluster: Callable[..., Cluster]) -> None:
     cluster = new_cluster().start(prefill=2, decode=2, node_flags=[*SMALL, "--num-pages", "16", "--max-running", "5"])
     prompts = random_prompts(50, [40, 33, 5, 44, 20, 38, 9, 41, 30, 36, 3, 28])

@@ -317,14 +317,8 @@ V4 = [name for name in SHAPES if name.startswith("deepseek-v4")]
 PARTS = [slice(i, None, 5) for i in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "part"),
-    thinned(
-        [("deepseek-v4", slice(7, None, 60)), *itertools.product(SHAPES, PARTS)],
-        lambda i, *_: i == 0,
-    ),
-    indirect=["shape"],
-)
+@pytest.mark.whole  # tests/decode_node/test_kept_rows.py has hits at edges, and chunks
+@pytest.mark.parametrize(("shape", "part"), [*itertools.product(SHAPES, PARTS)], indirect=["shape"])
 def test_a_prompt_may_end_at_each_offset_behind_a_hit_at_each_page_edge(model: Path, shape: Shape, part: slice) -> None:
     """Each of these prompts leaves a cached text one token behind a page's edge. That token is part of the page's key,
     because the keys of a prediction layer depend on it."""
@@ -348,12 +342,10 @@ def test_a_prompt_may_end_at_each_offset_behind_a_hit_at_each_page_edge(model: P
     assert reference.num_ties <= 1, reference.counts
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("shape", "chunks"),
-    thinned(
-        [("deepseek-v4", range(7, 131, 123)), *((name, range(i, i + 52)) for name in V4 for i in range(1, 260, 52))],
-        lambda i, *_: i == 0,
-    ),
+    [(name, range(i, i + 52)) for name in V4 for i in range(1, 260, 52)],
     indirect=["shape"],
 )
 def test_chunks_of_each_size_give_the_text_of_transformers(model: Path, shape: Shape, chunks: range) -> None:

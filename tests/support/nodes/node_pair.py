@@ -42,6 +42,7 @@ from baton.metadata.wire.request import (
 )
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.node import PrefillNode
+from baton.router.nodes.node import FULL_S
 
 ROUTER_EPOCH = "test-router"
 
@@ -134,6 +135,7 @@ class NodePair:
         self._waiting: list[_Waiting] = []
         self._reserving: _Waiting | None = None
         self.is_full = False
+        self._refused_at = 0.0
         self._join()
 
     @property
@@ -269,6 +271,8 @@ class NodePair:
     def _dispatch(self) -> None:
         """Ask for a reservation for the first waiting request. A request of one token needs none, unless its prompt is
         local."""
+        if self.is_full and time.monotonic() - self._refused_at > FULL_S:
+            self.is_full = False  # a node forgets an ask that is not repeated
         if self._reserving is not None or self.is_full or not self._waiting:
             return
         entry = self._waiting[0]
@@ -308,7 +312,7 @@ class NodePair:
         entry.choices = [choice for choice in entry.choices if choice not in message.granted]
         entry.attempt += 1
         if entry.choices:
-            self.is_full = True
+            self.is_full, self._refused_at = True, time.monotonic()
         else:
             self._waiting.pop(0)
 
