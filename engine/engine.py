@@ -612,13 +612,8 @@ def read_target(model_dir: Path, config: EngineConfig) -> ModelConfig:
 
 
 def _check_kernels(device: torch.device, target: ModelConfig, speculation: Speculation) -> None:
-    """Raise ConfigError if target or draft need kernels that a GPU does not have, or that have not run on one."""
-    if device.type != "cuda":
-        return
-    for config in (target, speculation.draft):
-        if config is not None and (untried := config.untried_on_gpu):
-            raise ConfigError(f"{config.architecture}: {untried} has not run on a GPU yet; use --device cpu")
-    if target.delta is not None and not speculation.shape.is_chain:
+    """Raise ConfigError if target or draft need kernels that a GPU does not have."""
+    if device.type == "cuda" and target.delta is not None and not speculation.shape.is_chain:
         raise ConfigError(
             f"draft_topk is {speculation.shape.topk}, but on a GPU layers with a gated delta rule, as "
             f"{target.architecture} has, verify chains alone; use --draft-topk 1"

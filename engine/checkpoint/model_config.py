@@ -322,11 +322,6 @@ class ModelConfig:
         return self.hidden_size if self.hands_over_collapsed else self.spec_hidden_size
 
     @property
-    def untried_on_gpu(self) -> str | None:
-        """The part of this model, in words, whose kernels have not run on a GPU yet; None if there is none."""
-        return "a gated delta rule by channel" if self.delta is not None and self.delta.decay_dim > 1 else None
-
-    @property
     def refuses_trees(self) -> str | None:
         """The reason, in words, why drafts must be chains; None if they may be trees."""
         if self.compressed is not None:

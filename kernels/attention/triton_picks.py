@@ -234,7 +234,7 @@ def paged_picks(
     _choice_kernel[(num,)](
         out.rows[tokens.start :], out.counts[tokens.start :], scores, slots, keys, nums, ends, seqs, plan.block_table,
         num_slots, num_picks, num_parts, plan.block_table.stride(0),
-        PAGE_SIZE=page_size, RUN=run, ROOM=room, LEVELS=(num_parts - 1).bit_length(), ARE_FOURS=are_fours,
+        PAGE_SIZE=page_size, RUN=run, ROOM=room, LEVELS=int(num_parts - 1).bit_length(), ARE_FOURS=are_fours,
         DEPENDENT=dependent, num_warps=_CHOICE_WARPS, launch_pdl=dependent,
     )  # fmt: skip
 

@@ -164,7 +164,7 @@ def test_an_entry_of_rejected_drafts_that_stays_is_caught(pool: str, num_steps: 
         usual(context, entries, new, windows[fresh], values[fresh])
 
     with patched(GatheredEntries, "_store_entries", once), caught():
-        assert text.of_rounds(43, num_steps) == text.right(43)
+        assert text.of_rounds(45, num_steps) == text.right(45)
 
 
 # --- between nodes ---

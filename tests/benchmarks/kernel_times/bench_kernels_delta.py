@@ -156,15 +156,14 @@ def rounds(options: argparse.Namespace, heads: Heads = BY_HEAD, *, has_peer: boo
 
 
 def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
-    """Rounds of one row by other columns, warps and registers than the kernel chooses, and by split programs."""
-    chosen, most = triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT
+    """Rounds of one row by other columns, warps and registers than the kernel chooses."""
+    chosen = triton_delta_round.TILE_OF_STATE
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for is_split, tile in itertools.product((False, True), ((32, 4, 80), (32, 4, 96), (32, 4, 128), (64, 4, 128))):
-        triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT = tile, 1024 if is_split else 0
-        name = "{} columns, {} warps, {} registers{}".format(*tile, ", split" if is_split else "")
+    for tile in ((32, 4, 80), (32, 4, 128), (64, 4, 128), (64, 4, 168)):
+        triton_delta_round.TILE_OF_STATE = tile
         for kernel in rounds(one, has_peer=False):
-            yield kernel._replace(name=f"{kernel.name}, {name}")
-    triton_delta_round.TILE_OF_STATE, triton_delta_round.MOST_SPLIT = chosen, most
+            yield kernel._replace(name="{}, {} columns, {} warps, {} registers".format(kernel.name, *tile))
+    triton_delta_round.TILE_OF_STATE = chosen
 
 
 def prompts(options: argparse.Namespace, heads: Heads = BY_HEAD) -> Iterator[Kernel]:
