@@ -33,12 +33,12 @@ def flags_of(transport: str) -> list[str]:
 
 
 class HostRig(Rig):
-    """Routers and nodes, each on the host of its name. All have one key. Decode nodes lend to other hosts."""
+    """Routers and nodes, each on the host of its name. All have one key, and lend to other hosts."""
 
     def __init__(self, directory: Path, model: Path, flags: list[str], *, num_routers: int = 1, **more: Any) -> None:
         """Arguments as those of `Rig`. Raises OSError if the kernel allows no such hosts."""
         self.network = Network(directory / "network", (*ROUTERS[:num_routers], *more.get("nodes", NODES)))
-        super().__init__(directory, model, flags, num_routers=num_routers, has_keys=True, **more)
+        super().__init__(directory, model, flags, num_routers=num_routers, **{**more, "has_keys": True})
 
     def connection(self, timeout_s: float) -> http.client.HTTPConnection:
         return ConnectionOfHost(self.network, ROUTERS[0], "127.0.0.1", HTTP_PORT, timeout_s)

@@ -28,8 +28,8 @@ FILES = ("file full", "file flip", "file gone", "file slow")  # of nodes with a 
 EVICT = "evict"  # all cached pages that nobody uses leave the pool at once, those on loan included
 OTHERS = ("clock", "router clock", "flood", "storm")
 RANKS = ("rank kill", "rank stop")  # of the nodes that have several
-KINDS = (*PROCESS, *PARTITIONS, *FRAMES, *PAGES, *FILES, EVICT, *ROUTER, *OTHERS)
-KINDS_OF_HOSTS = (*PROCESS, *BETWEEN_HOSTS, *FRAMES, *PAGES, *FILES, EVICT, *ROUTER, *OTHERS)
+KINDS_ANYWHERE = (*PROCESS, *FRAMES, *PAGES, *FILES, EVICT, *ROUTER, *OTHERS)
+KINDS, KINDS_OF_HOSTS = (*PARTITIONS, *KINDS_ANYWHERE), (*BETWEEN_HOSTS, *KINDS_ANYWHERE)
 
 # (role, phase): the event at which the fault injector strikes, and the most such events that may happen before
 EVENTS = {

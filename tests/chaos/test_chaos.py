@@ -167,12 +167,9 @@ def test_streams_survive_with_their_tokens(case: Case, target: Path, answers: di
     if case.has_hosts and (reason := reason_against()):
         pytest.skip(reason)
     node_flags = [*flags("eagle", target), *flags_of(case.transport)]
-    more: dict[str, Any] = {"place": case.place, "num_routers": case.num_routers, "has_tiers": case.has_tiers}
-    if case.has_hosts:
-        rig: Rig = HostRig(tmp_path / "cluster", target, node_flags, **more)
-    else:
-        more |= {"num_ranks": case.num_ranks, "sharing": case.sharing, "has_keys": case.has_keys}
-        rig = Rig(tmp_path / "cluster", target, node_flags, **more)
+    more: dict[str, Any] = {"num_ranks": case.num_ranks, "sharing": case.sharing, "has_keys": case.has_keys}
+    more |= {"place": case.place, "num_routers": case.num_routers, "has_tiers": case.has_tiers}
+    rig = (HostRig if case.has_hosts else Rig)(tmp_path / "cluster", target, node_flags, **more)
     try:
         rig.begin()
         check_clean(rig, answers)
