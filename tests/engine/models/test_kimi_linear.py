@@ -86,9 +86,16 @@ def test_dense_layers_are_found_by_their_published_names(checkpoint: Callable[..
     assert torch.equal(forward(tmp_path, ids)[0], forward(model, ids)[0])
 
 
-def test_a_gpu_is_refused_in_words(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "message"),
+    [
+        ("kimi_linear", "float32", r"KimiLinear.*: a gated delta rule by channel was not .*; use --device cpu$"),
+        ("qwen3_next", "bfloat16", r"in bfloat16 with heads of 12 and 10 numbers was not .*; use --dtype float32 or"),
+    ],
+)
+def test_a_gpu_is_refused_in_words(
+    family: str, dtype: str, message: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("baton.engine.engine.choose_device", lambda _: torch.device("cuda"))
-    with pytest.raises(
-        ConfigError, match=r"KimiLinear.*: a gated delta rule by channel was not shown to be right on a GPU; use --device"
-    ):
-        Engine(EngineConfig(model=str(checkpoint("kimi_linear")), num_pages=8))
+    with pytest.raises(ConfigError, match=message):
+        Engine(EngineConfig(model=str(checkpoint(family)), num_pages=8, dtype=dtype))

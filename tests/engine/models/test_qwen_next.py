@@ -110,7 +110,7 @@ def test_a_page_has_a_row_of_each_token_and_the_states_that_end_in_it(checkpoint
         )
         assert (kv.num_layers, rows.num_layers, updates.num_layers, states.num_layers) == (1, 3, 3, 3)
         [plane] = updates.planes
-        assert plane.dtype == "float32" and (plane.num_heads, plane.head_dim) == (2, 3 * 10)
+        assert plane.dtype == "float32" and (plane.num_heads, plane.head_dim) == (2, 48)  # 3 x 10 + 12 + 3, padded
         [plane] = states.planes
         num_states = max(1, page_size // 64)
         assert plane.dtype == "float32" and plane.num_heads == 2
