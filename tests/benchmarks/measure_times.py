@@ -16,14 +16,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from baton.deploy.simulation.times import ChunkPoint, HandoffPoint, MixedPoint, RoundPoint, Times, read
-from baton.engine.checkpoint.model_config import DELTA_BLOCK, ModelConfig
+from baton.engine.checkpoint.model_config import ModelConfig
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.config import MEMORY_SHARE, EngineConfig
 from baton.engine.state.pages import pages_in
@@ -98,8 +97,7 @@ def times_of(
 
 def pool_of(gpu_bytes: int, weight_bytes: int, model: ModelConfig) -> Pool:
     """Return an estimate of what a node holds in bfloat16, without drafts."""
-    units = (model.compressed and model.compressed.page_unit, model.delta and DELTA_BLOCK)
-    page_size = lcm(EngineConfig().page_size, *filter(None, units))
+    page_size = model.page_size(None)
     num_bytes = int(MEMORY_SHARE * gpu_bytes - weight_bytes - WORKING_BYTES)
     schema = make_schema(model.with_tail().pool("bfloat16", page_size=page_size), None, page_size)
     kept, tail, window = page_bytes(schema), page_bytes(schema, of_tails=True), tail_window(schema)

@@ -80,4 +80,4 @@ def test_a_layer_that_sees_all_keeps_all(checkpoint: Callable[..., Path]) -> Non
     with node_pairs() as start:
         both: dict[str, Any] = {"page_size": PAGE_SIZE, "num_pages": 300}
         pair = start(checkpoint("gpt_oss"), prefill=both, decode=both)  # every other layer has a window
-        assert pair.decode.executor.window is None
+        assert pair.decode.executor.windows.widest is None

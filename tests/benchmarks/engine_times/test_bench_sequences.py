@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,11 @@ from typing import Any
 import pytest
 from bench_sequences import check
 from planted_text import PlantedText
+from published_configs import PUBLISHED, write_config
 
 
 def engine(directory: Path, **config: Any) -> Any:
-    (directory / "config.json").write_text(json.dumps({"vocab_size": 1024, **config}))
+    write_config(directory, PUBLISHED["Llama-3.1-8B"] | {"vocab_size": 1024, **config})
     return SimpleNamespace(model_dir=directory)
 
 
