@@ -36,7 +36,7 @@ MOST_WAITING = 512
 
 
 class HandingOn:
-    """Of a node that leaves: its texts, those used last first."""
+    """Offers the cached texts of this node, which leaves, to other nodes. The text that was used last goes first."""
 
     def __init__(self, cache: PrefixCache, membership: Membership, server: HandoffServer | None) -> None:
         self._cache, self._membership, self._server = cache, membership, server
@@ -46,7 +46,7 @@ class HandingOn:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to be expected."""
+        """Whether the node may end: no text is left to offer, and no loan has been under way for a moment."""
         return self._server is None or (self._texts is not None and time.monotonic() >= self._waits_until)
 
     def go_on(self) -> None:
@@ -72,7 +72,7 @@ class HandingOn:
         self._offer(time.monotonic())
 
     def _offer(self, now: float) -> None:
-        """Name the next text to a router, if there are both."""
+        """Offer the next text to a router. Nothing happens if no text is left, or no router knows the message."""
         assert self._texts is not None
         text, routers = next(self._texts, None), self._membership.routers_that_know(HandOn)
         if text is None or not routers:
@@ -93,7 +93,7 @@ class _Kept(NamedTuple):
 
 
 class KeptTexts:
-    """Of an heir: texts that it borrows from nodes that leave."""
+    """Borrows texts for the cache of this node from nodes that leave, and so keeps them."""
 
     def __init__(self, cache: PrefixCache, borrower: Borrower[Lease]) -> None:
         self._cache, self._borrower = cache, borrower
@@ -107,7 +107,7 @@ class KeptTexts:
         return unit in self._kept
 
     def add(self, message: Keep) -> None:
-        """A node that leaves has a text."""
+        """Remember a text of a node that leaves, to be borrowed later."""
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(message)
 

@@ -157,15 +157,8 @@ class DecodeNode:
         self._admitted: list[_Admission] = []  # since the last round was submitted
         self._relief = MemoryRelief(self.rounds, self.scheduler, self._fail)
         self.outbox = Outbox()
-        self._reservations = Reservations(
-            self.scheduler,
-            self.outbox,
-            self.load,
-            membership.send,
-            self._fail,
-            vocab_size=executor.vocab_size,
-            context_len=executor.context_len,
-        )
+        sizes = {"vocab_size": executor.vocab_size, "context_len": executor.context_len}
+        self._reservations = Reservations(self.scheduler, self.outbox, self.load, membership.send, self._fail, **sizes)
         self._borrower = None if server is None else Borrower(cache, handoff, self._prompt_token_s)
         self._kept = None if self._borrower is None else KeptTexts(cache, self._borrower)
         self._handing_on = HandingOn(cache, membership, server)

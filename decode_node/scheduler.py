@@ -94,8 +94,11 @@ class DecodeScheduler:
         on_finish: Callable[[Sequence], None] | None = None,
         streams_elsewhere: Callable[[], Streams] = Streams,
     ) -> None:
-        """`shape`: the largest draft of a round. `num_prompt_states`: positions at the end of a local prompt whose
-        hidden states the drafter needs, so they are computed even if their pages are cached.
+        """Make a scheduler without sequences.
+
+        `shape`: the largest draft of a round.
+        `num_prompt_states`: how many of the last positions of a local prompt are computed even if their pages are
+        cached, because the drafter needs their hidden states.
         `choose` gets the sequences of the next round and the number of drafts that each could use, and returns the
         shape to draft; None: always `shape`. `rests` is called once per round, and returns whether the round drafts
         nothing for any sequence.

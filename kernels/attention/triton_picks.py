@@ -4,12 +4,15 @@ the formulas.
 `paged_index_scores` reads each tile of keys once for all tokens of a program, and multiplies it with one token's heads
 after the other. So a score has one order of summation, whatever else the forward holds.
 
-`paged_picks` of a long row takes two launches. First many programs find a bound, each from the same sample of the
-row's scores: somewhat more slots reach it than are wanted. They keep the slots that reach the bound, the candidates.
-Then one program per row holds all candidates in registers. It searches for the score from which on it takes slots: it
-counts the scores above two points between two bounds, and the points become bounds. If there are too few or too many
-candidates, it reads the whole row instead, which is slow but gives the same choice. A short row needs the last launch
-alone. What is kept stays in the order of slots. There are no atomic operations.
+`paged_picks` takes two launches for a long row, and the second one alone for a short row:
+
+1. Many programs divide the row. Each computes the same bound from the same sample of scores, such that somewhat more
+   slots reach it than are wanted. The slots that reach it are the candidates, and are stored in their order.
+2. One program per row reads all candidates into registers and searches for the least score that is chosen. It counts
+   the scores above two points between a lower and an upper bound, and moves the bounds to these points. If the sample
+   misled, so that there are too few or too many candidates, it reads the whole row: slower, with the same choice.
+
+There are no atomic operations.
 
 The host reads no tensor's value, and grids depend on shapes alone. So a CUDA graph can hold all launches.
 """

@@ -146,7 +146,7 @@ def _added(
     RATE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the sums with one token more. One that is none changes no bit."""
+    """Return the sums with one token more. A token that is masked out changes no bit of them."""
     is_read = (columns < WIDTH) & is_token
     own_ptr += (at - slot).to(tl.int64) * input_stride
     new_kv = tl.load(own_ptr + columns, mask=is_read, other=0.0).to(tl.float32)
@@ -165,7 +165,8 @@ def _row(tails_ptr, slot, PAGE_SIZE: tl.constexpr, NUM_KEPT: tl.constexpr):
 
 @triton.jit
 def _stays(slot, end, PAGE_SIZE: tl.constexpr, NUM_KEPT: tl.constexpr):
-    """Of the tokens of a forward that share a row, the last one has it. `end`: the slot behind the last one."""
+    """Return whether the sums up to the token at `slot` stay in its row. They do not if a later token of this forward
+    has the same row. `end` is the slot behind the forward's last token."""
     return (slot + NUM_KEPT >= end) | (slot % PAGE_SIZE + NUM_KEPT >= PAGE_SIZE)
 
 

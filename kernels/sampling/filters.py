@@ -1,7 +1,7 @@
 """Sampling filters min-p, top-k and top-p, which exclude unlikely tokens of a row.
 
-They apply in this order (vLLM's), each to what the one before left, after temperature. Every filter comes down to one
-threshold of a row: tokens of equal score stay or go together, whatever order a sort gave them.
+They apply in this order, which is vLLM's, after temperature. Each filter sees the tokens that the one before it kept.
+It keeps the tokens whose score reaches a threshold of the row, so tokens of equal score stay or go together.
 
     score = (logit - the row's largest logit) / temperature       at most 0
 

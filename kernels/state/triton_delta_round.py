@@ -1,13 +1,13 @@
 """Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge.
 
 Two kernels share the work. The first one computes what does not depend on a state: queries, keys, values and decays of
-new rows, and products with all keys since the edge. The second one has some columns of one value head of a sequence.
-Columns of states, values and updates are independent of each other, so programs do not wait for each other. Its states
-are on the way while the first one runs.
+new rows, and their products with all keys since the edge. A program of the second one computes some columns of the
+outputs, updates and states of one value head. Columns do not depend on each other, so no program waits for another.
+The second kernel starts to load states while the first one still runs.
 
-A row is convolved by one warp, and has its products with earlier keys by one warp. Both kernels take rows one after
-another, and what they read of earlier rows is what earlier rounds stored. So the bits of a row depend neither on the
-rows of a round nor on the other sequences.
+Both kernels take the new rows one after another, and read of earlier rows what earlier rounds stored. One warp
+convolves a row, and one multiplies it with the earlier keys, in the same order in every round. So the bits of a row
+depend neither on the number of rows in a round nor on the other sequences.
 """
 
 # ruff: noqa: N803, N806

@@ -1,4 +1,4 @@
-"""Names of cached pages, by which a node tells a router what its prefix cache holds.
+"""Names of cached pages. A node tells a router by them which pages its prefix cache holds.
 
 A name is 128 bits of BLAKE2b, keyed, over the salt and all tokens up to the page's end. Names are chained page by page:
 
