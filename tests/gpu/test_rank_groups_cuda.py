@@ -10,12 +10,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import drafters
 import pytest
 import torch
 from cluster import Cluster
 from gpu_nodes import SPECULATIONS
 from matrix import CELLS, PAGE_SIZE, Plain, run_cell
 from node_pair import NodePair
+from own_mtp import with_qwen_mtp
 from ties import Reference
 from tokenizers import Tokenizer
 
@@ -62,6 +64,31 @@ def test_output_is_that_of_the_cpu(
         pair.check_books()
         stats = pair.decode.rounds.stats
     assert name == "none" or stats.num_drafted > stats.num_accepted > 0, stats
+
+
+@pytest.mark.usefixtures("_devices")
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("name", [drafters.STREAM_MTP, "mtp-of-glm-dsa", "mtp-of-mimo", "mtp-of-qwen3-next"])
+def test_state_of_each_kind_between_unequal_ranks(
+    name: str, prefill: int, decode: int, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Entries, index keys, windows and states, with drafts by the model's own layer. Tensor-parallel ranks."""
+    if name == "mtp-of-qwen3-next":
+        model, drafts = (
+            with_qwen_mtp(checkpoint("qwen3_next"), tmp_path / "model"),
+            {"speculative": "mtp", "draft_steps": 3},
+        )
+    else:
+        model = drafters.target_of(name, checkpoint)
+        drafts = drafters.settings(name, model, tmp_path, steps=3)
+    reference = Plain.of(model)
+    both: dict[str, Any] = {"device": "cuda", "dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 190}
+    both |= {"max_running": 10, "chunk_tokens": 7, "transport": "cuda", "tune": False, **drafts}
+    with closing(NodePair(model, prefill={**both, "tp": prefill}, decode={**both, "tp": decode})) as pair:
+        for cell in CELLS[::4]:
+            run_cell(pair, cell, reference.cases)
+        pair.check_books()
+        assert pair.decode.stats().num_drafted > 0
 
 
 class GpuCluster(Cluster):
