@@ -5,6 +5,7 @@ S8: a state stands at its edge. Each defect of the last tests changes one number
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ def model(
 @pytest.fixture(scope="module")
 def reference(model: Path, checkpoint: Callable[..., Path]) -> Reference:
     reference = Reference(checkpoint("llama", num_hidden_layers=3))
+    reference.model = copy.deepcopy(reference.model)  # other references share it
     polynomial.add_polynomials(reference.model)
     return reference
 
