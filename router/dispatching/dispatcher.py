@@ -85,6 +85,7 @@ logger = logging.getLogger(__name__)
 
 SLOW_TICK_S = 0.25  # what need not be looked at on every tick
 FORGET_S = 5.0  # from the last request of a tenant that is gone until nodes remove its pages again
+FEW_NODES = 16  # among so many, one that joins is looked at at once
 WINDOW = 16  # entries per group that may have a reservation under way at once
 
 
@@ -129,7 +130,7 @@ class Dispatcher:
             config.max_attempts,
         )
         self._drains = Drains(self.registry.nodes)
-        self._slow_tick_at = -math.inf
+        self._slow_tick_at = self._looked_at = -math.inf
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -715,9 +716,10 @@ class Dispatcher:
     # Nodes come and go, and pairs are tested
 
     def _take_in(self, node: Node, now: float) -> None:
-        """A node has joined, or takes requests again."""
+        """A node has joined, or takes requests again. If many do so at once, ticks look at them together."""
         self._drains.joined(node)
-        self._look(now)
+        if len(self.registry.nodes) <= FEW_NODES or now - self._looked_at >= SLOW_TICK_S:
+            self._look(now)
         self._to_pump.add(node.group)
 
     def _lose(self, node: Node, reason: str, now: float) -> None:
@@ -744,6 +746,7 @@ class Dispatcher:
 
     def _look(self, now: float) -> None:
         """Note which groups compute prompts locally, and start the canaries that are due."""
+        self._looked_at = now
         for group in list(self.registry.groups.values()):
             if group.look(now, self._config.node_wait_s, hands_over=self.health.hands_over(group)) and group.nodes:
                 logger.info("%s", group.placement_words)
