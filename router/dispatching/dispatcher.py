@@ -25,6 +25,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from ...metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
 from ...metadata.wire.membership import (
@@ -84,8 +86,18 @@ from .streams import SequenceEnded, TokenStreams
 logger = logging.getLogger(__name__)
 
 SLOW_TICK_S = 0.25  # what need not be looked at on every tick
+MIN_LOOK_S = 0.01  # between two looks at a request at least
 FORGET_S = 5.0  # from the last request of a tenant that is gone until nodes remove its pages again
+FEW_NODES = 16  # among so many, one that joins is looked at at once
 WINDOW = 16  # entries per group that may have a reservation under way at once
+
+
+class _Look(NamedTuple):
+    """When a request is looked at next; of those at the same time, the one with the lower number first."""
+
+    due_at: float
+    number: int
+    request: Request
 
 
 class Dispatcher:
@@ -101,6 +113,8 @@ class Dispatcher:
         self._handed_on: Counter[bytes] = Counter()  # pages of nodes that have left, by the routing id of their heir
         self._forgotten: dict[str, float] = {}  # beginnings of salts, and when nodes are told again to forget them
         self._comings: list[tuple[Node, str | None]] = []  # nodes that joined, or were lost and why
+        self._watched: list[_Look] = []  # a heap of requests, and of some that are over
+        self._num_looks = 0
         self._to_pump: set[NodeGroup] = set()  # where requests that wait may have room since this event
         self.registry = Registry(
             epoch,
@@ -129,7 +143,7 @@ class Dispatcher:
             config.max_attempts,
         )
         self._drains = Drains(self.registry.nodes)
-        self._slow_tick_at = -math.inf
+        self._slow_tick_at = self._looked_at = -math.inf
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -155,6 +169,7 @@ class Dispatcher:
         entry = Entry(request, tuple(range(len(request.sequences))))
         self.queues.check_fits(entry, now)
         self._requests[request.rid] = request
+        self._watch(request, now)
         request.timeline.queued(now)
         logger.info(
             "received: %d prompt tokens, %d choices, at most %d tokens, from %s",
@@ -715,9 +730,10 @@ class Dispatcher:
     # Nodes come and go, and pairs are tested
 
     def _take_in(self, node: Node, now: float) -> None:
-        """A node has joined, or takes requests again."""
+        """A node has joined, or takes requests again. If many do so at once, ticks look at them together."""
         self._drains.joined(node)
-        self._look(now)
+        if len(self.registry.nodes) <= FEW_NODES or now - self._looked_at >= SLOW_TICK_S:
+            self._look(now)
         self._to_pump.add(node.group)
 
     def _lose(self, node: Node, reason: str, now: float) -> None:
@@ -744,6 +760,7 @@ class Dispatcher:
 
     def _look(self, now: float) -> None:
         """Note which groups compute prompts locally, and start the canaries that are due."""
+        self._looked_at = now
         for group in list(self.registry.groups.values()):
             if group.look(now, self._config.node_wait_s, hands_over=self.health.hands_over(group)) and group.nodes:
                 logger.info("%s", group.placement_words)
@@ -766,6 +783,7 @@ class Dispatcher:
     def _start_canary(self, request: Request, nodes: Pinned, now: float) -> None:
         """Send a request through one pair, or to one node alone, outside the queue."""
         self._requests[request.rid] = request
+        self._watch(request, now)
         self.queues.waiting_in(request.group)  # from now on the ticks look after this group
         if not self._place(Entry(request, (0,), nodes), now):
             del self._requests[request.rid]
@@ -794,10 +812,8 @@ class Dispatcher:
         for node in self._drains.due(now):
             self._end_all(self._rescheduling.evict(node, "its time to drain is over", now), now)
             self._to_pump.add(node.group)
-        for request in list(self._requests.values()):
-            self._check_deadline(request, now)
-            for sequence in () if request.is_over else request.sequences:
-                self._streams.check_silence(sequence, now)
+        while self._watched and self._watched[0].due_at <= now:
+            self._watch_on(heappop(self._watched).request, now)
 
     def _check_reservations(self, now: float) -> None:
         """Give up reservations that a decode node does not answer. Ask again if an answer may have been lost."""
@@ -807,14 +823,29 @@ class Dispatcher:
         for node, message in self.reservations.repeat(now):
             self._effects.append(Send(node, message))
 
-    def _check_deadline(self, request: Request, now: float) -> None:
+    def _watch_on(self, request: Request, now: float) -> None:
+        """Check deadline and silence of a request, and note when to do it again. So thousands of streams that flow are
+        looked at once in SILENCE_S each."""
+        deadline = self._check_deadline(request, now)
+        if not request.is_over:
+            looks_at = [self._streams.check_silence(sequence, now) for sequence in request.sequences]
+            latest = now if request.is_canary else deadline  # health changes deadlines of canaries
+            self._watch(request, max(now + MIN_LOOK_S, min(latest, *looks_at)))
+
+    def _watch(self, request: Request, due_at: float) -> None:
+        self._num_looks += 1
+        heappush(self._watched, _Look(due_at, self._num_looks, request))
+
+    def _check_deadline(self, request: Request, now: float) -> float:
+        """End a request whose deadline is over. Return the deadline."""
         latest = request.created_at + self._config.request_timeout_s
         deadline = latest if request.deadline is None else min(latest, request.deadline)
-        if now > deadline:
+        if now > deadline and not request.is_over:
             limit_s = deadline - request.created_at
             self.queues.ended(request, now)
             error = DeadlineExceeded(f"the request took longer than its limit of {limit_s:g} s")
             self._fail(request, error, now)
+        return deadline
 
     def _is_used(self, group: NodeGroup) -> bool:
         return any(request.group is group for request in self._requests.values())

@@ -149,18 +149,21 @@ class TokenStreams:
                 self._resend(sequence, node)
         return given_up
 
-    def check_silence(self, sequence: Sequence, now: float) -> None:
-        """Ask the node that owes a sequence its next token, if that node has been silent for long."""
+    def check_silence(self, sequence: Sequence, now: float) -> float:
+        """Ask the node that owes a sequence its next token, if that node has been silent for long. Return when to check
+        again."""
         attempt, has_ended = sequence.attempt, sequence.finish_reason is not None
         if attempt is None or (has_ended and (attempt.prefill_done or not sequence.request.lacks_prompt)):
-            return
-        if now - max(sequence.seen_at or 0.0, sequence.asked_at, attempt.sent_at) > SILENCE_S:
-            sequence.asked_at = now
+            return now + SILENCE_S
+        heard_at = max(sequence.seen_at or 0.0, sequence.asked_at, attempt.sent_at)
+        if now - heard_at > SILENCE_S:
+            sequence.asked_at = heard_at = now
             is_first = len(sequence.received) == sequence.num_before and not attempt.prefill_done
             in_order = (attempt.prefill, attempt.decode) if is_first or has_ended else (attempt.decode, attempt.prefill)
             node = next((each for each in in_order if each is not None), None)
             if node is not None:
                 self._resend(sequence, node)
+        return heard_at + SILENCE_S
 
     def _merge(
         self,

@@ -30,6 +30,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...metadata.wire.membership import MAX_PROVEN, Proven
@@ -49,6 +50,7 @@ RETRY_S = 2.0  # from a canary that did not make its nodes ready to their next o
 FULL_RETRY_S = 0.5  # from a canary that found no room to its next one, unless a decode node says that it has room
 MAX_RETRY_S = 64.0  # longest wait for a canary after transfers that failed in a row
 PAIRS_PER_NODE = 4  # a group with more pairs per node is large: so many are looked at together
+LARGE_RUNS = 64  # canaries under way, beyond which pairs of a large group wait for theirs
 MAX_TESTED = 4096  # epochs of nodes that are gone, whose reports count no more
 
 
@@ -86,7 +88,7 @@ _Key = tuple[bytes | None, bytes | None]  # `unit_key` of a prefill and a decode
 class _Subject:
     """The health of a pair, or of a node that computes alone."""
 
-    def __init__(self, nodes: Pinned, now: float, on_change: Callable[[], None]) -> None:
+    def __init__(self, nodes: Pinned, now: float, on_change: Callable[[_Subject], None]) -> None:
         """`on_change` is called when verdict or failure changes."""
         self.nodes = nodes
         self._on_change = on_change
@@ -109,7 +111,7 @@ class _Subject:
     @verdict.setter
     def verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
-        self._on_change()
+        self._on_change(self)
 
     @property
     def failure(self) -> str | None:
@@ -120,7 +122,7 @@ class _Subject:
     def failure(self, failure: str | None) -> None:
         if failure != self._failure:
             self._failure = failure
-            self._on_change()
+            self._on_change(self)
 
     @property
     def is_pair(self) -> bool:
@@ -161,6 +163,14 @@ class _Subject:
             self.verdict, self.worked_at = READY, worked_at
 
 
+@dataclass(slots=True)
+class _Partners:
+    """The epochs of the nodes with which a node is in pairs that are ready."""
+
+    epochs: set[str] = field(default_factory=set)
+    told: tuple[str, ...] | None = None  # as `Proven` names them; None: they have changed
+
+
 class _Vote:
     """A group's prompt, and all pairs and nodes alone that are tested with it. Made anew if a node joins that asks for
     another prompt. Reports of nodes whose epoch is in `tested` do not count."""
@@ -170,10 +180,15 @@ class _Vote:
         self._tested = tested
         self.prompt = Prompt(group)
         self.subjects: dict[_Key, _Subject] = {}
+        self.num_taken_over = 0  # pairs that were ready as their nodes report
+        self._of_unit: dict[bytes, dict[_Key, _Subject]] = {}  # the subjects of each `unit_key`
+        self._odd: dict[_Subject, None] = {}  # undecided or faulty
         self._votes: Votes | None = None  # None: they must be counted anew
+        self._judged_by: Votes | None = None  # the votes by which all subjects have their verdicts
         self._turn = 0  # number of the pair of a large group that is looked at next
-        # what `proven` returns; None: it has changed
-        self._proven: list[tuple[Node, tuple[str, ...]]] | None = None
+        self._met: set[bytes] = set()  # nodes whose reports have been read, by routing id
+        self._changed: dict[_Subject, None] = {}  # since `proven` was asked
+        self._partners: defaultdict[bytes, _Partners] = defaultdict(_Partners)  # by `unit_key`
 
     def tested(self) -> list[Pinned]:
         """Return the pairs that take new work, and the nodes that do and can compute alone."""
@@ -195,8 +210,19 @@ class _Vote:
         turns = range(self._turn, self._turn + most)
         self._turn = (self._turn + most) % num_pairs
         pairs = ((prefills[i // len(decodes) % len(prefills)], decodes[i % len(decodes)]) for i in turns)
-        alone = self._alone(prefills, decodes)
-        return [*alone, *(pair for pair in pairs if pair[0].shares_protocol(pair[1]))]
+        alone, reported = self._alone(prefills, decodes), self._newly_reported(prefills, decodes)
+        return [*alone, *reported, *(pair for pair in pairs if pair[0].shares_protocol(pair[1]))]
+
+    def _newly_reported(self, prefills: list[Node], decodes: list[Node]) -> Iterator[Pinned]:
+        """Yield the pairs that nodes report which this was not asked for before: they are ready without a canary."""
+        for nodes, partners in ((prefills, decodes), (decodes, prefills)):
+            new = [node for node in nodes if node.routing_id not in self._met and self._report(node)]
+            by_epoch = {node.unit_epoch: node for node in partners} if new else {}
+            for node in new:
+                self._met.add(node.routing_id)
+                for other in filter(None, map(by_epoch.get, self._report(node))):
+                    if node.shares_protocol(other):
+                        yield (node, other) if node.role == "prefill" else (other, node)
 
     @staticmethod
     def _alone(prefills: list[Node], decodes: list[Node]) -> list[Pinned]:
@@ -208,7 +234,8 @@ class _Vote:
         subject = self.subjects.get(key)
         if subject is None:
             subject = self.subjects[key] = _Subject(nodes, now, self._has_changed)
-            self._has_changed()
+            for unit_key in filter(None, key):
+                self._of_unit.setdefault(unit_key, {})[key] = subject
             prefill, decode = nodes
             if prefill is None or decode is None:
                 self._votes = None
@@ -220,7 +247,8 @@ class _Vote:
                 if now - joined_at < interval_s:
                     for each in (subject, *(self.subject(node, now, interval_s) for node in alone)):
                         each.begin_as_ready(joined_at)
-                    logger.info("%s is ready, as both nodes report", subject.name)
+                    self.num_taken_over += 1
+                    logger.debug("%s is ready, as both nodes report", subject.name)
         return subject
 
     def _report(self, node: Node) -> tuple[str, ...]:
@@ -228,10 +256,19 @@ class _Vote:
 
     def forget(self, node: Node) -> list[_Subject]:
         """Remove and return all that a node is part of."""
-        gone = [self.subjects.pop(key) for key in list(self.subjects) if node.unit_key in key]
+        gone = self._of_unit.pop(node.unit_key, {})
+        for key, subject in gone.items():
+            del self.subjects[key]
+            self._changed.pop(subject, None)
+            self._odd.pop(subject, None)
+            for other in filter(None, key):
+                if other in self._of_unit:
+                    del self._of_unit[other][key]
+                    self._name(other, node.unit_epoch, is_ready=False)
+        self._met.discard(node.routing_id)
+        self._partners.pop(node.unit_key, None)
         self._votes = None
-        self._has_changed()
-        return gone
+        return list(gone.values())
 
     def take(self, subject: _Subject, answer: Answer) -> bool:
         """Take the answer to a canary. Return whether that makes a pair or node ready."""
@@ -248,18 +285,29 @@ class _Vote:
 
     def judge(self, *changed: _Subject) -> bool:
         """Judge these again, or all if the votes have changed. Return whether one is ready now that was not."""
-        alone = {subject.name: subject for subject in self.subjects.values() if not subject.is_pair}
-        judged = changed if self._votes is not None else tuple(self.subjects.values())
+        judged: Iterable[_Subject] = changed
         if self._votes is None:
-            answers = {name: each.answer for name, each in alone.items() if each.answer is not None}
-            pending = [each for each in alone.values() if each.is_pending]
+            keys: list[_Key] = [key for unit_key in self._of_unit for key in ((unit_key, None), (None, unit_key))]
+            alone = [self.subjects[key] for key in keys if key in self.subjects]
+            answers = {each.name: each.answer for each in alone if each.answer is not None}
+            pending = [each for each in alone if each.is_pending]
             self._votes = Votes(answers, len(alone), len(pending))
             if not self._votes.are_unanimous:
                 _ask(self.subjects.values())
             elif len(answers) == 1:
                 _ask(pending)
+            if self._odd or not self._votes.decide_as(self._judged_by):
+                judged = self.subjects.values()
+            else:  # as for nearly every vote: only those may change that have to do with these nodes
+                judged = {pair: None for each in changed for pair in self._with(each)}
+            self._judged_by = self._votes
         became_ready = [self._judge_one(self._votes, subject) for subject in judged]
         return any(became_ready)
+
+    def _with(self, subject: _Subject) -> Iterable[_Subject]:
+        """Return a pair alone, or a node alone with all its pairs."""
+        unit_key = next(filter(None, _key(*subject.nodes)))
+        return (subject,) if subject.is_pair else self._of_unit[unit_key].values()
 
     def _judge_one(self, votes: Votes, subject: _Subject) -> bool:
         own = self._own(subject)
@@ -279,27 +327,33 @@ class _Vote:
         keys: list[_Key] = [(None, decode), (prefill, None)] if subject.is_pair else []
         return [self.subjects[key] for key in keys if key in self.subjects]
 
-    def _has_changed(self) -> None:
-        self._proven = None
+    def _has_changed(self, subject: _Subject) -> None:
+        self._changed[subject] = None
+        if subject.verdict in (READY, UNTRIED):
+            self._odd.pop(subject, None)
+        else:
+            self._odd[subject] = None
 
-    def proven(self) -> list[tuple[Node, tuple[str, ...]]]:
-        """Return each node that can remember it, with the epochs of the nodes with which it is in a pair that is ready,
-        as is each of the two alone."""
-        if self._proven is None:
-            self._proven = list(self._read_proven())
-        return self._proven
-
-    def _read_proven(self) -> Iterator[tuple[Node, tuple[str, ...]]]:
-        epochs: defaultdict[bytes, list[str]] = defaultdict(list)
-        for subject in self.subjects.values():
+    def proven(self, node: Node) -> tuple[str, ...]:
+        """Return the epochs of the nodes with which a node is in a pair that is ready, as is each of the two alone."""
+        for subject in {pair: None for each in self._changed for pair in self._with(each)}:
             prefill, decode = subject.nodes
-            is_ready = all(each.is_ready for each in (subject, *self._own(subject)))
-            if prefill is not None and decode is not None and is_ready:
-                epochs[prefill.unit_key].append(decode.unit_epoch)
-                epochs[decode.unit_key].append(prefill.unit_epoch)
-        for node in self.group.nodes.values():
-            if node.knows(Proven):
-                yield node, tuple(sorted(epochs[node.unit_key])[:MAX_PROVEN])
+            if prefill is not None and decode is not None:
+                is_ready = all(each.is_ready for each in (subject, *self._own(subject)))
+                self._name(prefill.unit_key, decode.unit_epoch, is_ready=is_ready)
+                self._name(decode.unit_key, prefill.unit_epoch, is_ready=is_ready)
+        self._changed.clear()
+        partners = self._partners[node.unit_key]
+        if partners.told is None:
+            partners.told = tuple(sorted(partners.epochs)[:MAX_PROVEN])
+        return partners.told
+
+    def _name(self, unit_key: bytes, epoch: str, *, is_ready: bool) -> None:
+        """Have a node name a partner, or not."""
+        partners = self._partners[unit_key]
+        if is_ready != (epoch in partners.epochs):
+            partners.told = None
+            (partners.epochs.add if is_ready else partners.epochs.discard)(epoch)
 
 
 class PairHealth:
@@ -431,16 +485,26 @@ class PairHealth:
                 for (node, _), told in [each for each in self._early.items() if each[0][0].group is group]:
                     effects += self.heard(node, told, now)
             vote = self._votes[group]
-            interval_s = self._interval_s * vote.pairs_per_look
-            for nodes in vote.in_turn():
-                subject = vote.subject(nodes, now, self._interval_s)
-                effects += self._test(vote, subject, nodes, interval_s if subject.is_pair else self._interval_s, now)
-            for node, epochs in vote.proven():
+            effects += self._test_group(vote, now)
+            for node in group.nodes.values():
+                epochs = vote.proven(node)
                 told = self._told.get(node, node.hello.proven)
-                if told is not epochs and told != epochs:
+                if told is not epochs and node.knows(Proven):
                     self._told[node] = epochs
-                    effects.append(TellProven(node, epochs))
+                    effects += [] if told == epochs else [TellProven(node, epochs)]
         return effects
+
+    def _test_group(self, vote: _Vote, now: float) -> Iterator[Effect]:
+        """Start the canaries of a group that are due. Those of a large group's pairs wait while many are under way."""
+        pairs_per_look, num_before = vote.pairs_per_look, vote.num_taken_over
+        for nodes in vote.in_turn():
+            subject = vote.subject(nodes, now, self._interval_s)
+            interval_s = self._interval_s * (pairs_per_look if subject.is_pair else 1.0)
+            waits = subject.is_pair and pairs_per_look > 1 and len(self._runs) >= LARGE_RUNS
+            if not waits or subject.is_doubted:
+                yield from self._test(vote, subject, nodes, interval_s, now)
+        if vote.num_taken_over > num_before:
+            logger.info("%d pairs are ready, as their nodes report", vote.num_taken_over - num_before)
 
     def capacity_freed(self, now: float) -> list[Effect]:
         """Try the canaries again that found no room, because a decode node may have room now.
@@ -541,7 +605,8 @@ class PairHealth:
     def _leave(self, subjects: list[_Subject]) -> None:
         """Forget the canaries of subjects that are no more: their ends change nothing. Remember that their nodes were
         tested."""
-        self._runs = {rid: run for rid, run in self._runs.items() if run[1] not in subjects}
+        gone = set(subjects)
+        self._runs = {rid: run for rid, run in self._runs.items() if run[1] not in gone}
         for subject in subjects:
             if subject.is_tested:
                 self._tested |= {node.unit_epoch: None for node in subject.nodes if node is not None}

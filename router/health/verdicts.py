@@ -7,6 +7,7 @@ compute alone. The order in which answers came does not count.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -47,11 +48,19 @@ class Votes:
     def __init__(self, answers: Mapping[str, Answer], num_nodes: int, num_pending: int = 0) -> None:
         self._answers = answers
         self._is_too_early = len(answers) == 1 and num_pending > 0
-        supports = [(sum(agree(each, other) for other in answers.values()), each) for each in answers.values()]
+        counts = Counter(answers.values())  # nearly all are equal
+        supports = [(sum(number for other, number in counts.items() if agree(each, other)), each) for each in counts]
         support, leader = max(supports, key=lambda each: each[0], default=(0, ()))
         self._leader = leader if 2 * support > len(answers) else None  # the group's answer
         self._has_majority = 2 * support > num_nodes
         self.are_unanimous = support == len(answers)
+
+    def decide_as(self, other: Votes | None) -> bool:
+        """Return whether these and other votes, both unanimous, come to the same verdict on every answer."""
+        if other is None or not (self.are_unanimous and other.are_unanimous):
+            return False
+        mine, theirs = ((votes._leader, votes._is_too_early, votes._has_majority) for votes in (self, other))
+        return mine == theirs
 
     def verdict(self, answer: Answer | None, own: Mapping[str, Answer | None]) -> Verdict:
         """Return the verdict on the answer of a pair, whose nodes alone compute `own`, or of a node alone."""

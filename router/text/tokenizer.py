@@ -43,6 +43,7 @@ class TextTokenizer:
         self._decoders: frozenset[str] = frozenset(_types_of_decoders(description.get("decoder")))
         self.is_byte_level = self._decoders == frozenset({"ByteLevel"})
         self._bytes: dict[int, bytes] = {}  # of tokens that have been asked for
+        self._texts: dict[int, str | None] = {}  # likewise, of byte-level vocabularies
 
     @classmethod
     def from_compressed(cls, data: bytes, digest: str) -> TextTokenizer:
@@ -114,6 +115,19 @@ class TextTokenizer:
         if data is None:
             data = self._bytes[token_id] = _bytes_of(self.inner.id_to_token(token_id) or "")
         return data
+
+    def byte_level_text(self, token_id: int) -> str | None:
+        """Return the text that a token of a byte-level vocabulary stands for; None: its bytes alone are no text."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            data = self.byte_level_bytes(token_id)
+        try:
+            text: str | None = data.decode()
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token_id] = text
+        return text
 
     def token_text(self, token_id: int) -> str:
         """Return what a token adds to a text, as text. A fragment of a character becomes U+FFFD."""

@@ -281,8 +281,9 @@ class StreamedAnswer:
         data = self._format.chunk(self._indices[sequence], sequence, delta, usage)
         if data:
             self._stream.push(data)
-            self._has_pushed = True
-            self._may_open.set()
+            if not self._has_pushed:
+                self._has_pushed = True
+                self._may_open.set()
 
     def _end(self, error: BatonError | None) -> None:
         if self._finished.done():

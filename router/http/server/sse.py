@@ -84,7 +84,8 @@ class EventStream:
         if self._response is None or self._has_written:
             self._pending.append(data)
             self._num_pending += len(data)
-            self._limit()
+            if self._num_pending > self._max_unread:
+                self._limit()
             return
         self._has_written = True
         self._loop.call_soon(self._end_tick)
@@ -152,7 +153,8 @@ class EventStream:
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
         self._written_at = self._loop.time()
-        self._limit()
+        if transport.get_write_buffer_size():
+            self._limit()
 
     def _limit(self) -> None:
         if not self._is_paused and self.num_unread > self._max_unread:

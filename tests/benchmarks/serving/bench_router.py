@@ -24,6 +24,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Coroutine
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,13 +37,13 @@ from harness import flags, report
 
 from baton.deploy.bench.client import Reply, Target, ask, open_session
 from baton.deploy.bench.sender import run_on_uvloop
+from baton.metadata.bus.liveness import HeartbeatThread
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.request import Ended, Unit, pack_ids
 
 T = TypeVar("T")
 TOKEN_ID = 300
-BEAT_S = 0.2  # between heartbeats of a decode node
 NODE_STREAMS = 256  # of a decode node
 NUM_PAGES = 100_000  # of each node
 BATCH = 64  # streams of one Tokens message
@@ -97,8 +98,9 @@ class Rounds:
         """Send a token of each stream per interval, messages evenly in time. Tells when rounds begin, when the last one
         does, and then when each message was sent, with the rids of its streams."""
         times: list[list[float]] = [[] for _ in self._batches]
-        begun = beat_at = time.perf_counter() + 1.0  # the first tokens come from prefill nodes
+        time.sleep(1.0)  # the first tokens come from prefill nodes
         self.pipe.send(None)
+        begun = time.perf_counter()
         for place in range(1, self.num_tokens):
             if place == self.num_tokens - 1:
                 self.pipe.send(None)
@@ -106,10 +108,6 @@ class Rounds:
                 due = begun + (place - 1 + number / len(self._batches)) * self.interval_s
                 while (now := time.perf_counter()) < due:
                     time.sleep(due - now)
-                if now - beat_at > BEAT_S:
-                    beat_at = now
-                    for each in {id(node): node for node, _ in self._batches}.values():
-                        each.link.send(m.Heartbeat(0, "decode", 0.0, 10.0, each.load(), NodeStats()))
                 times[number].append(self._send_tokens(node, units, place))
         self.pipe.send(
             [([unit.rid for unit in units], at) for (_, units), at in zip(self._batches, times, strict=True)]
@@ -135,7 +133,22 @@ def run_nodes(address: str, num_tokens: int, num_streams: int, interval_s: float
     rounds = Rounds(num_streams, num_tokens, interval_s, pipe)
 
     class Prefill(FakeNode):
+        """Its heartbeats have a connection of their own, as those of a real node."""
+
         poll_ms = 10  # many nodes share the process
+
+        def __init__(self, cluster: FakeCluster, role: str, name: str, changes: dict[str, object]) -> None:
+            super().__init__(cluster, role, name, changes)
+            self.is_silent = True
+            self.heartbeat = HeartbeatThread(address, name, self.epoch, None, load=self.load())
+            self.heartbeat.enter("decode", 600.0)
+            self.heartbeat.start()
+
+        def take(self, message: m.ToNode) -> None:
+            if isinstance(message, m.Welcome):
+                self.heartbeat.speak(message.protocol, 1)
+            super().take(message)
+            self.heartbeat.report(self.load(), NodeStats())
 
         def output(self, request: Any, prompt: Any, choice: int, *_nodes: Any) -> list[int]:
             return [TOKEN_ID] * request.params.max_tokens
@@ -229,29 +242,45 @@ def added_s(
 
 
 class Measured(NamedTuple):
-    """What processes of a phase have told, and the processor time of all routers: in all, and while nodes sent tokens
-    but for the last ones, with which requests end."""
+    """What the processes of a phase have told, and the processor time of all routers. The window begins when the nodes
+    of all routers send tokens. It ends before their last tokens, with which requests end, or with the first client."""
 
     sent: list[tuple[list[str], list[float]]]
     arrived: list[tuple[str, array[float]]]
     cpu_s: float
-    round_cpu_s: float
-    rounds_s: float  # how long it took until clients had all tokens that nodes sent
+    window_cpu_s: float
+    window: tuple[float, float]
+    busiest: float  # cores that the busiest other process used in the window
+
+    @property
+    def num_in_window(self) -> int:
+        """Tokens that clients read in the window."""
+        begun, ended = self.window
+        return sum(begun <= at < ended for _, times in self.arrived for at in times)
 
 
-def collect(routers: list[psutil.Process], nodes: list[Any], askers: list[Any]) -> Measured:
+def collect(
+    routers: list[psutil.Process], others: list[psutil.Process], nodes: list[Any], askers: list[Any], *, is_paced: bool
+) -> Measured:
     """Wait for what the processes tell by these pipes."""
-    begun_at = sum(map(cpu_s, routers))
+
+    def look() -> tuple[float, float, list[float]]:
+        return time.perf_counter(), sum(map(cpu_s, routers)), [cpu_s(each) for each in others]
+
+    _, asked_s, _ = look()
     for pipe in nodes:
         pipe.recv()
-    begun, rounds_at = time.perf_counter(), sum(map(cpu_s, routers))
+    begun, begun_s, before = look()
     for pipe in nodes:
         pipe.recv()
-    round_cpu_s = sum(map(cpu_s, routers)) - rounds_at
+    ended, ended_s, after = look()
+    while not is_paced and not wait(askers, 0.1):  # nodes are far ahead of clients
+        ended, ended_s, after = look()
     sent = [each for pipe in nodes for each in pipe.recv()]
     arrived = [each for pipe in askers for each in pipe.recv()]
-    ended = max(times[-1] for _, times in arrived)
-    return Measured(sent, arrived, sum(map(cpu_s, routers)) - begun_at, round_cpu_s, ended - begun)
+    busiest = max(b - a for a, b in zip(before, after, strict=True)) / (ended - begun)
+    total_s = sum(map(cpu_s, routers)) - asked_s
+    return Measured(sent, arrived, total_s, ended_s - begun_s, (begun, ended), busiest)
 
 
 def phase(
@@ -297,7 +326,8 @@ def phase(
             for first in range(0, of_router, of_client):
                 num_asked = min(of_client, of_router - first)
                 askers.append(start(run_clients, url, num_asked, num_tokens))
-        told = asyncio.to_thread(collect, processes, pipes, askers)
+        watched_others = [psutil.Process(each.pid) for each in others]
+        told = asyncio.to_thread(collect, processes, watched_others, pipes, askers, is_paced=interval_s > 0)
         found = run_on_uvloop(watched(urls[0], num_viewers, told))
         wall = time.perf_counter() - begun
         peak_rss = processes[0].memory_info().rss
@@ -306,7 +336,7 @@ def phase(
             each.kill()
             each.join()
     lags, total = added_s(found.sent, found.arrived, num_tokens), of_router * num_routers * num_tokens
-    num_paced = of_router * num_routers * (num_tokens - 2)
+    window_s = found.window[1] - found.window[0]
     return {
         "routers": num_routers,
         "streams": num_streams,
@@ -315,9 +345,11 @@ def phase(
         "added_ms_p50": round(lags[len(lags) // 2] * 1000, 3),
         "added_ms_p99": round(lags[len(lags) * 99 // 100] * 1000, 3),
         "router_cpu_us_per_token": round(found.cpu_s / total * 1e6, 2),
-        "router_cpu_us_per_token_of_rounds": round(found.round_cpu_s / num_paced * 1e6, 2),
-        "tokens_per_s_per_core": round(total / found.cpu_s),
-        "tokens_per_s": round(total / found.rounds_s),
+        "router_cpu_us_per_token_of_window": round(found.window_cpu_s / found.num_in_window * 1e6, 2),
+        "tokens_per_s_per_core": round(found.num_in_window / found.window_cpu_s),
+        "tokens_per_s": round(found.num_in_window / window_s),
+        "cores_per_router": round(found.window_cpu_s / window_s / num_routers, 2),
+        "cores_of_busiest_other": round(found.busiest, 2),
         "wall_s": round(wall, 3),
         "router_listening_s": round(start_s, 3),
         "router_rss_idle_mb": round(idle_rss / 1e6, 1),
