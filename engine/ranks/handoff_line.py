@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from types import UnionType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import zmq
 
@@ -99,10 +99,7 @@ class LineEnd(Generic[OrderT, ReportT]):
 class HandoffMember(Protocol):
     """The part of a rank in handoffs: a PageServer or a RankPuller."""
 
-    @property
-    def orders(self) -> UnionType:
-        """The orders that it does."""
-        ...
+    orders: ClassVar[UnionType]  # that it does
 
     def do(self, order: Any) -> None:
         """Do an order of rank 0."""
