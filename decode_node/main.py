@@ -7,7 +7,7 @@ from functools import partial
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.ranks.executor import RankExecutor
-from ..engine.ranks.handoffs import exchanges_pages, make_client, make_server
+from ..engine.ranks.handoffs import make_client, make_server
 from ..engine.ranks.processes import RankProcesses
 from ..engine.ranks.ranked_engine import RankedEngine, start_ranks
 from ..engine.rounds.device_executor import executor_of
@@ -50,9 +50,9 @@ def _serve(config: DecodeConfig, rank: int, name: str, engine: Engine, ranked: R
     epoch, keys = new_epoch(), load_keys(config)
     ranks: RankProcesses | None = None if ranked is None else ranked.processes
     end = make_endpoint(config, name, engine, keys, epoch)
-    handoff, exchanges = make_client(end, ranks), exchanges_pages(engine)
+    handoff, exchanges = make_client(end, ranks), engine.cache.enabled
     address = address_of_rank(config.bind_host, rank)
-    server = make_server(end, address, engine.lease_s, None, engine.cache) if exchanges else None
+    server = make_server(end, address, engine.lease_s, ranks, engine.cache) if exchanges else None
 
     def make_node(membership: Membership) -> DecodeNode:
         is_tensor_parallel = ranked is not None and engine.group_steps is None

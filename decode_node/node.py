@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from ..engine.handing_on import HandingOn, KeptTexts
 from ..engine.progress import ProgressBar
 from ..engine.rounds.executor import Executor
 from ..engine.rounds.rounds import LocalChunk, Rounds
@@ -66,7 +67,6 @@ from ..metadata.wire.messages import (
 from ..metadata.wire.node_info import Lender, Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .chunk_length import MAX_AHEAD, PromptTokens
-from .handing_on import HandingOn, KeptTexts
 from .memory_relief import MemoryRelief
 from .outbox import Outbox
 from .pacing import Pacing, SubmittedRound

@@ -7,7 +7,7 @@ from ..engine.engine import Engine
 from ..engine.prompts.executor import PromptExecutor
 from ..engine.prompts.prompts import Prompts
 from ..engine.ranks.executor import RankPrompts
-from ..engine.ranks.handoffs import exchanges_pages, make_client, make_server
+from ..engine.ranks.handoffs import make_client, make_server
 from ..engine.ranks.processes import RankProcesses
 from ..engine.ranks.ranked_engine import RankedEngine, start_ranks
 from ..engine.startup import check_bind_host, load_engine, load_keys, make_endpoint, node_id, serve
@@ -63,10 +63,10 @@ def _serve(config: PrefillConfig, rank: int, name: str, engine: Engine, ranked: 
     epoch, keys = new_epoch(), load_keys(config)
     ranks: RankProcesses | None = None if ranked is None else ranked.processes
     end = make_endpoint(config, name, engine, keys, epoch)
-    exchanges = exchanges_pages(engine)
+    exchanges = engine.cache.enabled
     address, cache = address_of_rank(config.bind_host, rank), engine.cache if exchanges else None
     handoff = make_server(end, address, engine.lease_s, ranks, cache)
-    client = make_client(end, None) if exchanges else None
+    client = make_client(end, ranks) if exchanges else None
 
     def make_node(membership: Membership) -> PrefillNode:
         is_tensor_parallel = ranked is not None and engine.group_steps is None

@@ -32,6 +32,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from ..engine.handing_on import HandingOn, KeptTexts
 from ..engine.pace.padding import measure_prompt
 from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
@@ -44,7 +45,7 @@ from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
-from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
+from ..metadata.wire.messages import Cancel, Cancelled, Failed, HandedOn, Keep, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from . import chunk_work
@@ -109,6 +110,8 @@ class PrefillNode:
         if self.cache.tier is not None:
             self.cache.tier.compute_token_s = lambda: self._rate.token_s
         self._borrower = None if client is None else Borrower(self.cache, client, lambda: self._rate.token_s)
+        self._kept = None if self._borrower is None else KeptTexts(self.cache, self._borrower)
+        self._handing_on = HandingOn(self.cache, membership, None if client is None else handoff)
         self._keys = itertools.count()
         self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
         self._under_way: ChunkUnderWay | None = None
@@ -124,6 +127,8 @@ class PrefillNode:
         for request in self.scheduler.start():
             self._begin(request)
         plan = self.scheduler.plan()
+        if self.membership.is_leaving and self._holds_nothing:
+            self._handing_on.go_on()
         self.cache.tend()
         if plan or self._under_way is not None:
             self.membership.enter("prefill", STEP_LIMIT_S)
@@ -137,7 +142,11 @@ class PrefillNode:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the node holds no request."""
+        """Whether the node holds no request. If it leaves, it has also handed its cached texts on."""
+        return self._holds_nothing and (not self.membership.is_leaving or self._handing_on.is_over)
+
+    @property
+    def _holds_nothing(self) -> bool:
         return self._under_way is None and not any(True for _ in self.scheduler)
 
     def load(self) -> Load:
@@ -197,6 +206,11 @@ class PrefillNode:
                 self.membership.send(Cancelled(rid=rid, attempt=attempt), message.router_epoch)
             case Resend():
                 self._resend(message)
+            case Keep():
+                if self._kept is not None:
+                    self._kept.add(message)
+            case HandedOn():
+                self._handing_on.take(message)
             case RouterGone(router=router, reason=reason):
                 for request in [each for each in self.scheduler if each.router == router]:
                     self._drop(request, set(request.choices), reason)
@@ -304,12 +318,16 @@ class PrefillNode:
 
     def _end_loans(self) -> None:
         """Pull pages that are borrowed, and compute the prompts whose loans are over."""
-        if self._borrower is None:
+        if self._borrower is None or self._kept is None:
             return
         for unit in self._borrower.poll():
+            if unit in self._kept:
+                self._kept.end(unit)
+                continue
             request = next(each for each in self.scheduler.borrowing if each.loan == unit)
             self.scheduler.end_loan(request)
             self._begin_computing(request)
+        self._kept.begin()
 
     def _begin_computing(self, request: Request) -> None:
         self._counts.prompt_tokens += len(request.token_ids)

@@ -3,7 +3,8 @@
     rank 0: make_server --BeginServing--> rank i: begin, PageServer   --its address--> rank 0: HandoffServer
             make_client --BeginPulling--> rank i: begin, RankPuller   --------------->         HandoffClient
 
-Later orders and reports go over a `HandoffLine` (handoff_line.py).
+A node that lends and borrows pages of its prefix cache has both, whatever its role. Later orders and reports go over
+the node's `HandoffLine` (handoff_line.py).
 """
 
 from __future__ import annotations
@@ -22,18 +23,9 @@ from ...metadata.handoff.server import HandoffServer
 from ..config import EngineConfig
 from ..engine import Engine
 from ..startup import make_endpoint
-from .handoff_line import HandoffLine, RankHandoff
+from .handoff_line import HandoffMember
 from .processes import REPORT, RankProcesses
 from .work_frames import HandoffStart, encode
-
-
-def exchanges_pages(engine: Engine) -> bool:
-    """Return whether the node lends pages of its prefix cache and borrows pages of others'. Heads of several ranks do
-    not travel so yet. Nor do pages on a GPU without checksums: these are what says that the GPU has computed a page
-    that is cached already."""
-    has_whole_pages = engine.shard.size == 1
-    is_checked = engine.device_pool is None or engine.schema.checksum != "none"
-    return has_whole_pages and is_checked and engine.cache.enabled
 
 
 def make_server(
@@ -48,7 +40,8 @@ def make_server(
     if not end.memory[0].is_shared:
         raise ConfigError("this machine has no memory that processes share, which the ranks of a node need; use --tp 1")
     addresses = _begin(ranks, BeginServing(end.epoch, end.fingerprints, bind_host, end.memory[0].where))
-    return HandoffServer(end, bind_host, lease_s=lease_s, line=_line(ranks), rank_addresses=addresses)
+    line = ranks.handoff_line.serving
+    return HandoffServer(end, bind_host, lease_s=lease_s, line=line, rank_addresses=addresses, cache=cache)
 
 
 def make_client(end: Endpoint, ranks: RankProcesses | None) -> HandoffClient:
@@ -57,14 +50,12 @@ def make_client(end: Endpoint, ranks: RankProcesses | None) -> HandoffClient:
     if ranks is None or end.shard.size == 1:
         return HandoffClient(end)
     _begin(ranks, BeginPulling(end.epoch, end.fingerprints))
-    return HandoffClient(end, line=_line(ranks))
+    return HandoffClient(end, line=ranks.handoff_line.pulling)
 
 
-def begin(
-    start: HandoffStart, config: EngineConfig, name: str, engine: Engine, work: Connection, reports: Connection
-) -> RankHandoff:
-    """Return the handoffs of rank 1 or above of node `name`, and tell rank 0 the address at which it serves. Raises
-    ConfigError and TransferError as `PageServer`. The links end with the process."""
+def begin(start: HandoffStart, config: EngineConfig, name: str, engine: Engine, work: Connection) -> HandoffMember:
+    """Return a part of rank 1 or above of node `name` in handoffs, and tell rank 0 the address at which it serves.
+    Raises ConfigError and TransferError as `PageServer`. The links end with the process."""
     keys = KeyPair.configured(config)
     end = make_endpoint(config, name, engine, keys, start.epoch, start.fingerprints)
     if isinstance(start, BeginPulling):
@@ -73,7 +64,7 @@ def begin(
         member = PageServer(end, start.bind_host, start.counted)
         address = member.address
     work.send_bytes(REPORT + address.encode())
-    return RankHandoff(work, reports, member)
+    return member
 
 
 def _begin(ranks: RankProcesses, start: HandoffStart) -> list[str]:
@@ -82,7 +73,3 @@ def _begin(ranks: RankProcesses, start: HandoffStart) -> list[str]:
     for rank in others:
         ranks.send(rank, encode(start))
     return [ranks.report(rank).decode() for rank in others]
-
-
-def _line(ranks: RankProcesses) -> HandoffLine:
-    return HandoffLine(lambda rank, order: ranks.send(rank, encode(order)), ranks.handoff_reports, ranks.end)

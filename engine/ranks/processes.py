@@ -27,7 +27,9 @@ from ...metadata.errors import BatonError, RankLost
 from ...metadata.logs import error_in_words
 from ...metadata.parent import die_with
 from .group import START_TIMEOUT_S
+from .handoff_line import HandoffLine
 from .watch import RankWatch, beat
+from .work_frames import encode
 
 ARRIVED, READY, REPORT, ERROR = b"@", b"+", b"=", b"-"
 _LEAVE_S = 5.0  # for a rank that was told to leave
@@ -53,7 +55,7 @@ class RankProcesses:
         self._timeout_s, self._service_timeout_s = start_timeout_s, timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self.handoff_reports: list[Connection] = []  # ends of the pipes from ranks 1 and above, in order
+        self._reports: list[Connection] = []  # of handoffs: ends of the pipes from ranks 1 and above, in order
         self._said: dict[int, str] = {}  # the errors that ranks sent, or why the watch killed them
         self._why: str | None = None  # all ranks were ended
         self._on_loss: list[Callable[[], None]] = []
@@ -67,6 +69,7 @@ class RankProcesses:
         except BaseException:  # a signal ends the start
             self._kill()
             raise
+        self.handoff_line = HandoffLine(lambda rank, order: self.send(rank, encode(order)), self._reports, self.end)
         self._watch = RankWatch(beats, self._kill_silent, self._lose)
 
     def _start(self, run: Callable[..., None], rank: int, args: tuple[Any, ...]) -> Connection:
@@ -83,7 +86,7 @@ class RankProcesses:
         for end in (theirs, reporter, says):  # so that its end is seen here
             end.close()
         self._pipes.append(ours)
-        self.handoff_reports.append(reports)
+        self._reports.append(reports)
         return hears
 
     def __enter__(self) -> RankProcesses:
@@ -230,7 +233,7 @@ class RankProcesses:
             do()
 
     def _close_pipes(self) -> None:
-        for pipe in (*self._pipes, *self.handoff_reports):
+        for pipe in (*self._pipes, *self._reports):
             pipe.close()
 
     def _kill(self) -> None:

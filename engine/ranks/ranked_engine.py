@@ -233,14 +233,15 @@ def run_rank(
     Garbage()  # a full collection of what torch brings would hold up all ranks
     executor, prompts = executor_of(engine, num_slots), Prompts(engine)
     connection.send_bytes(READY)
-    handoff: RankHandoff | None = None
+    handoff: RankHandoff | None = None  # from the first order of a handoff on
     num_under_way = 0
     while True:
         if handoff is not None:
             handoff.wait()
         match work := decode(connection.recv_bytes()):
             case BeginPulling() | BeginServing():
-                handoff = begin(work, config, name, engine, connection, reports)
+                handoff = handoff or RankHandoff(connection, reports)
+                handoff.add(begin(work, config, name, engine, connection))
             case _ if isinstance(work, HandoffOrder):
                 assert handoff is not None, work
                 handoff.do(work)

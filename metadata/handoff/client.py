@@ -33,7 +33,7 @@ from ..wire.request import MAX_TEXT, Unit, pack_ids
 from .endpoint import Endpoint
 from .pages import ReceivedPages
 from .pull_link import ANSWER_S, PullLink, PullLinks
-from .ranks.orders import RankLine
+from .ranks.orders import PullLine
 from .ranks.puller import RankTeam
 from .transfer import Event, LoanOver, Revoked, Transfer, TransferFailed
 from .transports.base import Landed
@@ -51,7 +51,7 @@ class HandoffClient:
     """Pulls pages of any number of prefill nodes into the pools of our `end`. `answer_s` is how long a peer may owe an
     answer. A node with several ranks gives the `line` to the others."""
 
-    def __init__(self, end: Endpoint, *, answer_s: float = ANSWER_S, line: RankLine | None = None) -> None:
+    def __init__(self, end: Endpoint, *, answer_s: float = ANSWER_S, line: PullLine | None = None) -> None:
         num_ranks = 1 if line is None else line.size
         if end.shard != (0, num_ranks):
             raise ConfigError(f"the client of {num_ranks} ranks is on rank 0 of them, not {end.shard}")

@@ -17,7 +17,7 @@ hint alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..wire.messages import Borrow
@@ -52,6 +52,9 @@ class LendingCache(Protocol):
         ...
 
 
+DigestAhead = Callable[[Sequence[int], Sequence[int]], None]  # pages and their generations
+
+
 class NoCache:
     """The cache of a node that lends nothing."""
 
@@ -73,9 +76,12 @@ class DuePages(NamedTuple):
 class Loans:
     """The loans of our `end`. `book` has their tickets; nothing of a loan stands in the book of handoffs."""
 
-    def __init__(self, end: Endpoint, pages: OfferedPages, cache: LendingCache, lease_s: float) -> None:
+    def __init__(
+        self, end: Endpoint, pages: OfferedPages, cache: LendingCache, lease_s: float, digest_ahead: DigestAhead
+    ) -> None:
+        """`digest_ahead` lets all ranks begin to digest pages (HandoffServer.digest_ahead)."""
         self.book = TicketBook(end.clock, lease_s)
-        self._pages, self._cache = pages, cache
+        self._pages, self._cache, self._digest_ahead = pages, cache, digest_ahead
         self._num_tails = tails_before(tail_window(end.schema), end.schema.page_size)
         largest = max(page_bytes(end.schema, of_tails=is_tail) for is_tail in (False, True))
         self._most_at_once = max(1, STEP_BYTES // max(1, largest))
@@ -108,7 +114,7 @@ class Loans:
         generations: list[int] = self._pages.generations[lent].tolist()
         ticket.offer(indices, lent, generations)
         for kind in (found.pages[first:], found.tails):  # work that is submitted already may still compute them
-            self._pages.digest_ahead(kind, self._pages.generations[kind].tolist())
+            self._digest_ahead(kind, self._pages.generations[kind].tolist())
         self._pages.await_work(lent, generations)
         self._rest[ask.unit] = list(indices)
         return ticket

@@ -1,5 +1,5 @@
-"""Rank 1 or above of a prefill node, in handoffs: it digests its heads of offered pages, and lets decode ranks pull
-them.
+"""Rank 1 or above of a node that serves pages: it digests its heads of offered pages, and lets the ranks of other nodes
+pull them.
 
 Rank 0 has the tickets. It tells this rank which pages are offered and who may pull them (ranks/orders.py). The server
 has no thread. The rank's loop does the orders in the order of its other work, polls `sockets()`, and calls `poll`.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from types import UnionType
+from typing import ClassVar
 
 import zmq
 
@@ -48,6 +50,8 @@ class PageServer:
     `counted` is the target's pool of rank 0 (PageMemory.where), which has the generations. Raises ConfigError as
     `bind_data_socket` does, and TransferError if the memory of rank 0 cannot be mapped. The owner calls `close`.
     """
+
+    orders: ClassVar[UnionType] = ServeOrder
 
     def __init__(self, end: Endpoint, bind_host: str, counted: HostMemory) -> None:
         if end.shard.rank == 0:

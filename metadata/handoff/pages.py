@@ -133,8 +133,8 @@ class DevicePool(Protocol):
         ...
 
     def digest(self, pages: Sequence[int]) -> list[bytes]:
-        """Return the checksums of complete pages of ours, as `Gather.checksums`. Waits only for this computation.
-        Raises OutOfMemory."""
+        """Return the checksums of complete pages of ours, as `Gather.checksums`. Waits only for this computation, and
+        for what `expect` announced. Raises OutOfMemory."""
         ...
 
     def begin_digest(self, pages: Sequence[int]) -> Gather:
@@ -217,10 +217,11 @@ class OfferedPages:
 
     def digest_ahead(self, pages: Sequence[int], generations: Sequence[int]) -> None:
         """Begin to compute the checksums of pages that will be complete when the device has done all work submitted so
-        far, if it is a GPU. So they are there when the pages are offered. Without memory for them nothing happens."""
+        far, if it is a GPU. So they are there when the pages are offered. Without memory for them nothing happens. If
+        the schema has no checksums, `are_digested` says in this way when the pages are complete."""
         ages = dict(zip(pages, generations, strict=True))
         new = self._unbegun(ages)
-        if self.device is None or not self.has_checksums or not new:
+        if self.device is None or not new:
             return
         with suppress(OutOfMemory):
             self._begun.append(_Begun({page: ages[page] for page in new}, self.device.begin_digest(new)))

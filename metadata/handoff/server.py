@@ -31,7 +31,7 @@ from .endpoint import Endpoint
 from .loans import LendingCache, Loans, NoCache
 from .pages import OfferedPages
 from .ranks.digests import RankDigests
-from .ranks.orders import OfferDigests, OfferFailed, RankLine
+from .ranks.orders import OfferDigests, OfferFailed, ServeLine
 from .schema.schema import row_bytes, tail_pages
 from .served_links import DecodePeer, ServedLinks
 from .tickets import Claimed, EndedTicket, Holder, How, Ticket, TicketBook, TicketEnded, TicketFailed
@@ -54,7 +54,7 @@ class HandoffServer:
         bind_host: str,
         *,
         lease_s: float = 1.0,
-        line: RankLine | None = None,
+        line: ServeLine | None = None,
         rank_addresses: Sequence[str] = (),
         cache: LendingCache | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class HandoffServer:
             end, self._pages, bind_host, self._close_holder, lease_s=lease_s, rank_addresses=rank_addresses
         )
         self._ranks = RankDigests(line, end.schema) if line is not None else None
-        self._loans = Loans(end, self._pages, NoCache() if cache is None else cache, lease_s)
+        self._loans = Loans(end, self._pages, NoCache() if cache is None else cache, lease_s, self.digest_ahead)
         self._has_more = False
         self._looks = Throttle(clock=end.clock)
         self._failed: dict[Unit, TicketFailed] = {}  # since the last poll
@@ -100,6 +100,10 @@ class HandoffServer:
     def open(self, unit: Unit, num_pages: int, claimant: str | None = None) -> None:
         """Open the unit's ticket, for the decode node of epoch `claimant` (None: any). The ticket owns the unit's pages
         until its TicketEnded, which comes exactly once. A ticket that nobody claims within a lease ends too."""
+        loan = None if self._ranks is None else self._loans.book.get(unit)
+        if loan is not None:  # other ranks know a unit's pages by its name alone
+            self._end_loan(loan, "the node computes a prompt for the same request")
+            self._take_ended_loans()
         ticket = self._book.open(unit, num_pages, claimant)
         logger.debug("%s ticket opened, %d pages%s", unit, num_pages, ", claimed" if ticket.holder else "")
 
@@ -167,13 +171,14 @@ class HandoffServer:
         self._links.close_unlisted()
         self._has_more = not self._links.drain(self._handle)
         self._take_reports()
-        self._offer_loans()
         self._expire()
         failed, self._failed = self._failed, {}
         events = self._book.take_events()
         if self._ranks is not None:
             for ended in [event for event in events if isinstance(event, TicketEnded)]:
                 self._ranks.end(ended.unit)  # before its pages may be written again
+        self._take_ended_loans()
+        self._offer_loans()
         return [*failed.values(), *events]
 
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
@@ -182,7 +187,8 @@ class HandoffServer:
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""
-        if self._has_more or self._failed or self._loans.has_due:
+        has_reports = self._line is not None and self._line.has_reports
+        if self._has_more or self._failed or self._loans.has_due or has_reports:
             return 0.0
         deadlines = (book.next_deadline() for book in (self._book, self._loans.book))
         deadline = min((each for each in deadlines if each is not None), default=None)
@@ -263,7 +269,8 @@ class HandoffServer:
             book.close(holder, reason)
 
     def _lend(self, holder: Holder, ask: Borrow) -> None:
-        if self._loans.begin(holder, ask) is None:
+        is_taken = self._ranks is not None and self._book.get(ask.unit) is not None
+        if is_taken or self._loans.begin(holder, ask) is None:
             self._send_revoke(holder, ask.unit, "it has no more of these pages, or none that it can lend now")
 
     def _offer_loans(self) -> None:
@@ -277,6 +284,12 @@ class HandoffServer:
         assert ticket.holder is not None, ticket.unit
         self._loans.book.end(ticket.unit, ticket.holder, "revoked", reason)
         self._send_revoke(ticket.holder, ticket.unit, reason)
+
+    def _take_ended_loans(self) -> None:
+        """Let other ranks forget the loans that have ended. A loan owns no page."""
+        for event in self._loans.book.take_events():
+            if self._ranks is not None and isinstance(event, TicketEnded):
+                self._ranks.end(event.unit)
 
     def _answer_pull(self, holder: Holder, peer: DecodePeer, pull: Pull) -> int:
         ticket = self._book.get(pull.unit)
@@ -355,15 +368,17 @@ class HandoffServer:
             match report:
                 case OfferDigests():
                     digested = self._ranks.take(rank, report)
-                    if digested is not None and self._book.get(digested.ticket.unit) is digested.ticket:
+                    if digested is not None and self._ticket_of(digested.ticket.unit) is digested.ticket:
                         digested.ticket.checksums |= digested.checksums
                         self._send_offer(digested.ticket, sorted(digested.checksums))
                 case OfferFailed(unit=unit, reason=reason):
-                    ticket = self._book.get(unit)
+                    ticket = self._ticket_of(unit)
                     if ticket is not None:
                         self._fail(ticket, f"rank {rank}: {reason}")
-                case _:
-                    raise AssertionError(f"a prefill node's rank {rank} reported {report}")
+
+    def _ticket_of(self, unit: Unit) -> Ticket | None:
+        """Return the ticket or the loan of a unit. A node with several ranks has not both."""
+        return self._book.get(unit) or self._loans.book.get(unit)
 
     def _expire(self) -> None:
         for book in (self._book, self._loans.book):
@@ -372,7 +387,6 @@ class HandoffServer:
                 self._links.send(holder, UnknownClaim(unit=unit))
             for unit, holder in lapsed:
                 self._send_revoke(holder, unit, f"the lease of {self._lease_s:g} s ended")
-        self._loans.book.take_events()  # a loan owns no page
 
     def _send_revoke(self, holder: Holder, unit: Unit, reason: str, *, finished: bool = False) -> None:
         self._links.send(holder, Revoke(unit=unit, finished=finished, reason=reason[:MAX_TEXT]))

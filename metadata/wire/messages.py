@@ -121,7 +121,7 @@ class Prefill(Dispatch, frozen=True, tag="prefill"):
 
 
 class Keep(RouterMessage, frozen=True, tag="keep"):
-    """A decode node leaves that has the pages of this text. The node may borrow them for its prefix cache."""
+    """A node leaves that has the pages of this text. This one may borrow them for its prefix cache."""
 
     since: ClassVar[int] = 8
 
@@ -158,8 +158,8 @@ class Resend(RouterMessage, frozen=True, tag="resend"):
 
 
 class HandOn(Message, frozen=True, tag="hand_on"):
-    """A decode node leaves. Another one may borrow the pages of this text, which is in its prefix cache. The router
-    answers HandedOn."""
+    """The node leaves. Another one may borrow the pages of this text, which is in its prefix cache. The router answers
+    HandedOn."""
 
     since: ClassVar[int] = 8
 

@@ -377,10 +377,10 @@ class Dispatcher:
                 raise ProtocolError(f"{type(message).__name__} from a node that has joined", node=node.node_id)
 
     def _hand_on(self, node: Node, message: HandOn) -> None:
-        """A decode node leaves, and names a text that it has cached. Tell the decode node with most room of it."""
+        """A node leaves, and names a text that it has cached. Tell the node of its role with most room of it."""
         heirs = [
             each
-            for each in node.group.live("decode")
+            for each in node.group.live(node.role)
             if each is not node and each.hello.borrows and each.knows(Keep) and each.shares_protocol(node)
         ]
         self._effects.append(Send(node, HandedOn(router_epoch=self.epoch, has_heir=bool(heirs))))

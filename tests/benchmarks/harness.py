@@ -39,14 +39,15 @@ def flags(doc: str | None, *, rounds: int | None = None) -> argparse.ArgumentPar
 def report(
     options: argparse.Namespace, figure: str, rows: Iterable[Row], *, unit: str, about: Row | None = None
 ) -> list[Row]:
-    """Print each row as it comes, then all as one table. Write what the flags ask for, and return the rows."""
+    """Print each row as it comes, then all as one table. Write what the flags ask for, and return the rows. The JSON
+    file is there after the first row, so that a run that is cut off leaves what it has measured."""
     found: list[Row] = []
     for row in rows:
         found.append(row)
         print(", ".join(f"{name} {_word(value)}" for name, value in row.items() if value is not None), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(heading(options.commit) | dict(about or {}) | {"rows": found}, indent=1))
     print("\n" + table(found))
-    if options.json is not None:
-        options.json.write_text(json.dumps(heading(options.commit) | dict(about or {}) | {"rows": found}, indent=1))
     if options.figures is not None:
         from figures import write_figure
 

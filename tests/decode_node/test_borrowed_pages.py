@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,17 @@ from baton.metadata.wire.messages import Cancel
 
 PAGE = 4
 MakePair = Callable[..., NodePair]
+Settings = Mapping[str, Any]
+NONE: Settings = {}
 
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
     with node_pairs() as start:
 
-        def make(model: Path, **more: Any) -> NodePair:
-            common: dict[str, Any] = {"page_size": PAGE, "num_pages": 200, "max_running": 4} | more
-            pair = start(model, prefill=dict(common), decode=dict(common))
+        def make(model: Path, prefill: Settings = NONE, decode: Settings = NONE, **both: Any) -> NodePair:
+            common: dict[str, Any] = {"page_size": PAGE, "num_pages": 200, "max_running": 4} | both
+            pair = start(model, prefill={**common, **prefill}, decode={**common, **decode})
             for borrower in (pair.prefill._borrower, pair.decode._borrower):
                 if borrower is not None:  # a test must not depend on the times of this machine
                     borrower._token_s = lambda: 1.0
@@ -191,6 +193,29 @@ def test_the_tail_pages_of_a_window_or_a_state_are_borrowed_too(
     assert num_lent >= 5 and after.borrowed_tokens - before.borrowed_tokens == num_lent * PAGE
     assert after.computed_tokens - before.computed_tokens <= len(turn) - num_lent * PAGE
     assert node.cache.match(turn, "", None, num_tails) >= num_lent, "they serve the next prompt, too"
+
+
+RANKED = list(itertools.product(((1, 2), (2, 1)), (False, True), ("llama", "gpt_oss")))
+
+
+@pytest.mark.parametrize(("sizes", "is_local", "model"), thinned(RANKED, lambda i, *_: i in (0, 3, 5, 6)))
+def test_each_rank_borrows_its_heads_from_the_ranks_that_have_them(
+    make_pair: MakePair, checkpoint: Callable[..., Path], sizes: tuple[int, int], model: str, *, is_local: bool
+) -> None:
+    """The prefill node and the decode node have unlike numbers of ranks. The lender's pages lie in its host tier."""
+    each = [{"tp": tp, "host_cache_gb": 0.01} for tp in sizes]
+    pair = make_pair(checkpoint(model), *each, transport="zmq" if is_local else "local")
+    turn, expected = two_turns(pair, is_local=is_local)
+    node, lender = (pair.decode, pair.prefill) if is_local else (pair.prefill, pair.decode)
+    lender.cache.evict(lender.cache.num_evictable)
+    assert node._borrower is not None and lender.cache.num_pages == 0
+    before = node.stats()
+    pair.submit("second", turn, params(12), is_local=is_local, num_lent=8)
+    assert pair.run()["second", 0].ids == expected
+    after = node.stats()
+    assert after.borrowed_tokens - before.borrowed_tokens >= 7 * PAGE
+    assert after.computed_tokens - before.computed_tokens <= len(turn) - 7 * PAGE
+    assert after.checksum_failures == 0
 
 
 def test_a_node_without_tail_pages_for_a_loan_computes_the_prompt(

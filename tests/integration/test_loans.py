@@ -65,9 +65,11 @@ def test_the_next_turn_borrows_what_a_drained_node_has(start: Callable[..., Serv
     served.check_books()
 
 
-def test_a_decode_node_that_leaves_hands_its_conversations_on(start: Callable[..., Served]) -> None:
-    """It leaves when the other one has them, which then serves the next turn from its own cache."""
-    served = start(router={"local_prefill": "always"}, num_pages=200, page_size=16).up(0, 2)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_that_leaves_hands_its_conversations_on(start: Callable[..., Served], role: str) -> None:
+    """It leaves when the other one of its role has them, which then serves the next turn from its own cache."""
+    local_prefill, sizes = {"prefill": ("never", (2, 1)), "decode": ("always", (0, 2))}[role]
+    served = start(router={"local_prefill": local_prefill}, num_pages=200, page_size=16).up(*sizes)
     for node in served.nodes.values():
         assert node._borrower is not None
         node._borrower._token_s = lambda: 1.0
@@ -77,11 +79,12 @@ def test_a_decode_node_that_leaves_hands_its_conversations_on(start: Callable[..
     for request in first:
         served.finish(request)
     wait_for_news(served)
-    name = max(served.nodes, key=lambda each: served.nodes[each].cache.num_pages)
-    leaving = served.nodes[name]
-    [heir] = [node for each, node in served.nodes.items() if each != name]
+    own = {each: node for each, node in served.nodes.items() if each.startswith(role)}
+    name = max(own, key=lambda each: own[each].cache.num_pages)
+    leaving = own[name]
+    [heir] = [node for each, node in own.items() if each != name]
     texts = list(leaving.cache.texts())
-    assert any(text.token_ids[: len(PROMPT)] == PROMPT for text in texts)
+    assert any(text.token_ids[:112] == PROMPT[:112] for text in texts)
     leaving.membership.leave("a test")
     served.run(lambda: leaving.membership.is_over)
     assert leaving.is_idle and heir.stats().borrowed_tokens > 0

@@ -131,6 +131,35 @@ def test_unlike_numbers_of_ranks_hand_pools_beside_that_of_kv_over(
 
 @pytest.mark.timeout(300)
 @pytest.mark.whole
+@pytest.mark.parametrize(("of_prefill", "of_decode"), [(2, 3), (3, 2)])
+def test_unlike_numbers_of_ranks_borrow_the_answers_of_earlier_turns(
+    of_prefill: int, of_decode: int, checkpoint: Callable[..., Path], new_cluster: Callable[..., Cluster]
+) -> None:
+    """Prefill nodes have never seen the answers. Whether a loan is in time depends on this machine, the text does
+    not."""
+    cluster = new_cluster(
+        checkpoint("llama", num_attention_heads=6, num_key_value_heads=6, hidden_size=96, intermediate_size=96)
+    )
+    cluster.start_router("--local-prefill", "never")
+    texts = list[list[list[int]]]()
+    for num_ranks in ((1, 1), (of_prefill, of_decode)):
+        for role, num in zip(("prefill", "decode"), num_ranks, strict=True):
+            start(cluster, role, f"{role}-{num}", num)
+        cluster.wait_ready(num_nodes=2)
+        prompts = [[seed + 8 * place for place in range(20)] for seed in range(4)]
+        for _ in range(4):
+            turns = answers(cluster, [{"prompt": prompt, "temperature": 0} for prompt in prompts])
+            prompts = [[*prompt, *answer[0], 7, 8] for prompt, answer in zip(prompts, turns, strict=True)]
+        texts.append(prompts)
+        stats = cluster.ledger()["nodes"][f"prefill-{num_ranks[0]}"]["stats"]
+        for role, num in zip(("prefill", "decode"), num_ranks, strict=True):
+            stop(cluster, f"{role}-{num}")
+    assert texts[0] == texts[1]
+    assert stats["borrowed_tokens"] > 0 and stats["checksum_failures"] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.whole
 @pytest.mark.parametrize("transport", ["aes", "zmq"])
 def test_keys_protect_the_links_of_ranks(transport: str, new_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """Each node has a key of its own, which its ranks share. Who has none gets no answer of any rank."""

@@ -20,7 +20,7 @@ from ..pages import CHECKSUM_BYTES
 from ..schema.kv_layout import Shard
 from ..schema.schema import blocks_per_page, kv_layouts
 from ..tickets import Ticket
-from .orders import CloseReader, DigestAhead, EndUnit, OfferDigests, OfferPages, RankLine, ServeOrder, ServeUnit
+from .orders import CloseReader, DigestAhead, EndUnit, OfferDigests, OfferPages, ServeLine, ServeOrder, ServeUnit
 from .shards import digest_columns
 
 
@@ -50,7 +50,7 @@ class _Waiting:
 class RankDigests:
     """Asks ranks 1 and above, over `line`, to digest offered pages and to let a decode node pull them."""
 
-    def __init__(self, line: RankLine, schema: HandoffSchema) -> None:
+    def __init__(self, line: ServeLine, schema: HandoffSchema) -> None:
         self._line = line
         self._num_blocks = blocks_per_page(schema)
         self._columns = _columns_by_rank(schema, line.size) if self._num_blocks else []

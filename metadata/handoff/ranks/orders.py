@@ -1,18 +1,21 @@
 """Plain values for the orders of rank 0 to the other ranks about handoffs, and for the reports of these ranks.
 
                   order          does                                                     report
-    decode node   BeginPulling   makes the rank's RankPuller                              -
-    prefill node  BeginServing   makes the rank's PageServer                              its address
-    decode node   ExpectPages    marks pages that will be written, like GPU fences        -
-                  OpenSource     opens links to the ranks of a prefill node               SourceLost, if one is over
+    to pull       BeginPulling   makes the rank's RankPuller                              -
+                  ExpectPages    marks pages that will be written, like GPU fences        -
+                  OpenSource     opens links to the ranks of another node                 SourceLost, if one is over
                   FetchPages     copies a rank's heads of pages, and checks them          FetchedPages, FetchFailed
                   ForgetUnit     stops the copies of a unit                               -
-                  CloseSource    closes the links to a prefill node                       -
-    prefill node  DigestAhead    begins to digest pages that work under way computes         -
+                  CloseSource    closes the links to another node                         -
+    to serve      BeginServing   makes the rank's PageServer                              its address
+                  DigestAhead    begins to digest pages that work under way computes      -
                   OfferPages     digests computed pages, and lets a unit's reader pull    OfferDigests, OfferFailed
-                  ServeUnit      names the decode node that may pull a unit's pages       OfferFailed, without memory
+                  ServeUnit      names the node that may pull a unit's pages              OfferFailed, without memory
                   EndUnit        ends the unit's ticket: nobody pulls its pages any more  -
-                  CloseReader    closes the links of a decode node                        -
+                  CloseReader    closes the links of another node                         -
+
+Decode nodes pull prompts, and prefill nodes serve them. Nodes of both roles do both with the pages of prefix caches
+(loans.py).
 
 Each rank has one line to rank 0. Orders are done in the order in which they and other work were sent. So a page that is
 forgotten is not written after the next work, and a page is digested after the work that computed it.
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ...wire.node_info import HostMemory, Peer
 from ...wire.request import Unit
@@ -49,7 +52,7 @@ class BeginServing:
     counted: HostMemory
 
 
-# --- a decode node: RankPuller does these ---
+# --- to pull: RankPuller does these ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class SourceLost:
 PullOrder = ExpectPages | OpenSource | FetchPages | ForgetUnit | CloseSource
 PullReport = FetchedPages | FetchFailed | SourceLost
 
-# --- a prefill node: PageServer does these ---
+# --- to serve: PageServer does these ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,22 +203,36 @@ ServeOrder = DigestAhead | OfferPages | ServeUnit | EndUnit | CloseReader
 ServeReport = OfferDigests | OfferFailed
 
 
-class RankLine(Protocol):
-    """The line from rank 0 to the other ranks of its node. Only the main thread of rank 0 uses it."""
+OrderT_contra = TypeVar("OrderT_contra", bound=PullOrder | ServeOrder, contravariant=True)
+ReportT_co = TypeVar("ReportT_co", bound=PullReport | ServeReport, covariant=True)
+
+
+class RankLine(Protocol[OrderT_contra, ReportT_co]):
+    """The line from rank 0 to the other ranks of its node, for orders and reports of one kind. Only the main thread of
+    rank 0 uses it."""
 
     @property
     def size(self) -> int:
         """The number of ranks, rank 0 included."""
         ...
 
-    def send(self, rank: int, order: PullOrder | ServeOrder) -> None:
+    @property
+    def has_reports(self) -> bool:
+        """Whether `receive` has reports that no file descriptor tells of any more."""
+        ...
+
+    def send(self, rank: int, order: OrderT_contra) -> None:
         """Send an order to rank 1 or above, behind all work that was sent before. Raises RankLost if it is gone."""
         ...
 
-    def receive(self) -> Sequence[tuple[int, PullReport | ServeReport]]:
+    def receive(self) -> Sequence[tuple[int, ReportT_co]]:
         """Return the reports that have come, and the rank of each. Does not wait. Raises RankLost if a rank is gone."""
         ...
 
     def descriptors(self) -> Sequence[int]:
         """Return the file descriptors that become readable when a report comes."""
         ...
+
+
+PullLine = RankLine[PullOrder, PullReport]
+ServeLine = RankLine[ServeOrder, ServeReport]

@@ -14,6 +14,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import UnionType
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -38,9 +40,9 @@ from .orders import (
     FetchPages,
     ForgetUnit,
     OpenSource,
+    PullLine,
     PullOrder,
     PullReport,
-    RankLine,
     SourceLost,
 )
 from .shards import blocks_here, digest_columns, page_parts
@@ -83,6 +85,8 @@ class _Source:
 
 class RankPuller:
     """Fetches the heads of our `end` into its pools. `answer_s` is how long a peer may owe an answer."""
+
+    orders: ClassVar[UnionType] = PullOrder
 
     def __init__(self, end: Endpoint, *, answer_s: float = ANSWER_S) -> None:
         self.end, self._answer_s = end, answer_s
@@ -300,7 +304,7 @@ class RankTeam:
     there are none. A node with one rank has a puller of its own once it meets a prefill node with several; until then
     the team is not used."""
 
-    def __init__(self, end: Endpoint, line: RankLine | None, answer_s: float) -> None:
+    def __init__(self, end: Endpoint, line: PullLine | None, answer_s: float) -> None:
         self._end, self._line, self._answer_s = end, line, answer_s
         self.size = 1 if line is None else line.size
         self.layouts: Sequence[KvLayout] = kv_layouts(end.schema)
@@ -327,9 +331,7 @@ class RankTeam:
         reports: list[tuple[int, PullReport]] = []
         if self._own is not None:
             reports += [(0, report) for report in self._own.poll()]
-        for rank, report in () if self._line is None else self._line.receive():
-            assert isinstance(report, FetchedPages | FetchFailed | SourceLost), (rank, report)
-            reports.append((rank, report))
+        reports += () if self._line is None else self._line.receive()
         return reports
 
     def sockets(self) -> list[zmq.Socket[bytes] | int]:
@@ -339,6 +341,8 @@ class RankTeam:
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the sockets before it must poll; None: no limit."""
+        if self._line is not None and self._line.has_reports:
+            return 0.0
         return None if self._own is None else self._own.wait_s()
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ def serve(pipe: Connection, case: Case) -> None:
     for work in ranks.work:
         work.send(end.memory[0].where)
     addresses = [work.recv() for work in ranks.work]
-    line = ranks.line if ranks.work else None
+    line = ranks.line.serving if ranks.work else None
     server = HandoffServer(end, "127.0.0.1", line=line, rank_addresses=addresses, lease_s=30.0)
     pipe.send(Peer(node_id=end.node_id, epoch=end.epoch, data_address=server.address, protocol=PROTOCOL_MAX))
     pages = list(range(1, case.num_pages + 1))
@@ -159,7 +159,7 @@ class Pair:
         self.process.start()
         self.ranks = ProcessLine(case.num_decode, run_puller, case)
         self.own = Rank(case, Shard(0, case.num_decode), "decode")
-        self.client = HandoffClient(self.own.end, line=self.ranks.line if self.ranks.work else None)
+        self.client = HandoffClient(self.own.end, line=self.ranks.line.pulling if self.ranks.work else None)
         self.peer = self.pipe.recv()
 
     def pull(self, number: int) -> float:

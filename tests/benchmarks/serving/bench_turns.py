@@ -21,8 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -119,6 +120,15 @@ class VariantCluster(Cluster):
     """A cluster with a router of router_variants.py."""
 
     variant = TOLD
+    router_flags: Sequence[str] = ()
+
+    def restart_router(self, variant: str) -> None:
+        """Kill the router, start one of this variant, and wait until all nodes have joined it."""
+        num_nodes = len(self.processes) - 1
+        self.processes["router"].kill()
+        self.variant = variant
+        self.start_router(*self.router_flags)
+        self.wait_ready(num_nodes=num_nodes)
 
     def start_process(self, name: str, *argv: str) -> Process:
         if name != "router" or self.variant == TOLD:
@@ -131,7 +141,7 @@ class VariantCluster(Cluster):
         return self.processes[name]
 
 
-def converse(cluster: Cluster, options: argparse.Namespace, event: Break) -> list[Turn]:
+def converse(cluster: VariantCluster, options: argparse.Namespace, event: Break) -> list[Turn]:
     """Run a load, and return all turns."""
     words = WORDS if options.model == DEMO else SYNTHETIC_WORDS
     rng, shape = random.Random(1), TurnShape(options.words, options.answer, words)
@@ -154,55 +164,66 @@ def converse(cluster: Cluster, options: argparse.Namespace, event: Break) -> lis
     return turns
 
 
-def _break(cluster: Cluster, event: Break) -> None:
+def _break(cluster: VariantCluster, event: Break) -> None:
     if event == "router starts again":
-        num_nodes = len(cluster.processes) - 1
-        cluster.processes["router"].kill()
-        cluster.start_router()
-        cluster.wait_ready(num_nodes=num_nodes)
+        cluster.restart_router(cluster.variant)
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run all loads. Those with the same nodes' settings share the nodes, which forget all pages between two loads."""
     tiers = [None] if options.host_cache_gb is None else [None, options.host_cache_gb]
-    for event, tier_gb, router in itertools.product(options.breaks, tiers, options.routers):
-        for number in range(options.rounds):
-            turns = _measure(options, event, router, tier_gb)
-            later = [turn for turn in turns if turn.index > 0]
-            num_prompt, num_new = sum(turn.num_prompt for turn in turns), sum(turn.num_new for turn in turns)
-            computed = sum(turn.num_prompt - turn.num_cached for turn in turns)
-            yield {
-                "nodes": f"{options.prefill}P{options.decode}D",
-                "in the middle": event,
-                "router": router,
-                "host tier, GB": tier_gb or 0,
-                "round": number,
-                "prompt tokens": num_prompt,
-                "seen before": round(1 - num_new / num_prompt, 3),
-                "new": num_new,
-                "computed": computed,
-                "computed over new": round(computed / num_new, 3),
-                "ttft p50 of later turns, ms": round(1000 * statistics.median(turn.ttft_s for turn in later), 1),
-            }
+    now = [router for router in options.routers if router != "before"]
+    before = ["before"] if "before" in options.routers else []
+    for tier_gb, routers in itertools.product(tiers[:: -1 if options.tier_first else 1], (now, before)):
+        if routers:
+            with _nodes(options, tier_gb, is_before=routers is before) as cluster:
+                for event, router in itertools.product(options.breaks, routers):
+                    cluster.restart_router(TOLD if router == "before" else router)
+                    yield from _loads(cluster, options, event, router, tier_gb)
 
 
-def _measure(options: argparse.Namespace, event: Break, router: str, tier_gb: float | None) -> list[Turn]:
+def _loads(
+    cluster: VariantCluster, options: argparse.Namespace, event: Break, router: str, tier_gb: float | None
+) -> Iterator[dict[str, Any]]:
+    for number in range(options.rounds):
+        cluster.check_books()  # every page is free
+        turns = converse(cluster, options, event)
+        later = [turn for turn in turns if turn.index > 0]
+        num_prompt, num_new = sum(turn.num_prompt for turn in turns), sum(turn.num_new for turn in turns)
+        computed = sum(turn.num_prompt - turn.num_cached for turn in turns)
+        yield {
+            "nodes": f"{options.prefill}P{options.decode}D",
+            "in the middle": event,
+            "router": router,
+            "host tier, GB": tier_gb or 0,
+            "round": number,
+            "prompt tokens": num_prompt,
+            "seen before": round(1 - num_new / num_prompt, 3),
+            "new": num_new,
+            "computed": computed,
+            "computed over new": round(computed / num_new, 3),
+            "ttft p50 of later turns, ms": round(1000 * statistics.median(turn.ttft_s for turn in later), 1),
+        }
+
+
+@contextmanager
+def _nodes(options: argparse.Namespace, tier_gb: float | None, *, is_before: bool) -> Iterator[VariantCluster]:
+    """Start a router and nodes, and kill them at the end."""
     node_flags = ["--speculative", options.speculative, *options.node_flags.split()]
     node_flags += [] if options.num_pages is None else ["--num-pages", str(options.num_pages)]
     node_flags += [] if tier_gb is None else ["--host-cache-gb", str(tier_gb)]
     with tempfile.TemporaryDirectory() as directory:
         cluster = VariantCluster(Path(directory), options.model)
-        cluster.ready_s = options.ready_s
-        if router == "before":
-            cluster.releases = dict.fromkeys(
-                ("router", "prefill-0", "prefill-1", "decode-0", "decode-1"), options.before
-            )
-        else:
-            cluster.variant = router
+        cluster.ready_s, cluster.router_flags = options.ready_s, options.router_flags.split()
+        if is_before:
+            names = "router", "prefill-0", "prefill-1", "decode-0", "decode-1"
+            cluster.releases = dict.fromkeys(names, options.before)
         try:
-            cluster.start(
-                options.prefill, options.decode, router_flags=options.router_flags.split(), node_flags=node_flags
-            )
-            return converse(cluster, options, event)
+            cluster.start(options.prefill, options.decode, router_flags=cluster.router_flags, node_flags=node_flags)
+            yield cluster
+        except BaseException:
+            print(cluster.tails(), file=sys.stderr)
+            raise
         finally:
             cluster.kill_all()
 
@@ -225,6 +246,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=8, help="tokens of each answer")
     parser.add_argument("--num-pages", type=int, help="of each pool")
     parser.add_argument("--host-cache-gb", type=float, help="of each node, in half of the loads")
+    parser.add_argument("--tier-first", action="store_true", help="run the loads with a host tier first")
     parser.add_argument("--node-flags", default="", help="further flags of all nodes, in one word")
     parser.add_argument("--router-flags", default="", help="further flags of the router, in one word")
     parser.add_argument("--ready-s", type=float, default=READY_S, help="how long nodes may take to start")

@@ -29,7 +29,7 @@ from baton.engine.ranks.work_frames import encode
 from baton.metadata.errors import RankLost
 from baton.metadata.handoff.client import HandoffClient
 from baton.metadata.handoff.nixl_agents import has_nixl
-from baton.metadata.handoff.ranks.orders import ExpectPages, OfferDigests
+from baton.metadata.handoff.ranks.orders import ExpectPages, OfferDigests, PullOrder, SourceLost
 from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.wire.node_info import HandoffSchema, Peer
@@ -79,7 +79,7 @@ def prefill_node(
 def decode_node(schema: HandoffSchema, size: int, transport: str) -> Iterator[Any]:
     ranks = ProcessLine(size, run_puller, schema, size, transport, (TARGETS, SOURCES))
     end = rank_end(schema, Shard(0, size), "decode", transports=(transport,))
-    client = HandoffClient(end, line=ranks.line if size > 1 else None)
+    client = HandoffClient(end, line=ranks.line.pulling if size > 1 else None)
     try:
         yield client, end, ranks
     finally:
@@ -147,7 +147,7 @@ def test_the_death_of_a_prefill_rank_ends_the_link(transport: str) -> None:
         link = r"node p0: (its rank [01], on the link of rank [012]: )?"
         ends = r"(the connection was closed|it cannot be|the handshake failed|cannot open the peer's pool)"
         assert re.match(link + ends, event.reason), event  # the other ranks' links may not have been made yet
-        assert not client.tickets() and client.sockets() == list(ranks.line.descriptors())
+        assert not client.tickets() and client.sockets() == ranks.line.pulling.descriptors()
         prefill.process.kill()
 
 
@@ -162,31 +162,37 @@ def test_the_death_of_a_decode_rank_is_told() -> None:
             until(client, (Arrived, TransferFailed))
 
 
-def test_reports_come_with_their_rank_and_do_not_block() -> None:
+def test_reports_come_with_their_rank_to_the_end_of_their_kind_and_do_not_block() -> None:
+    """What the other end has read from the pipes is still told, though no pipe is readable any more."""
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
     sent: list[Any] = []
     line = HandoffLine(lambda rank, order: sent.append((rank, order)), [hears for hears, _ in pipes])
-    assert line.size == 3 and line.receive() == []
-    assert line.descriptors() == [hears.fileno() for hears, _ in pipes]
-    line.send(2, ExpectPages([1]))
+    serving, pulling = line.serving, line.pulling
+    assert serving.size == pulling.size == 3 and serving.receive() == pulling.receive() == []
+    assert serving.descriptors() == pulling.descriptors() == [hears.fileno() for hears, _ in pipes]
+    pulling.send(2, ExpectPages([1]))
     assert sent == [(2, ExpectPages([1]))]
-    reports = [OfferDigests(1, b"12345678"), OfferDigests(2, b"")]
-    for report in reports:
+    digests, lost = [OfferDigests(1, b"12345678"), OfferDigests(2, b"")], SourceLost("e" * 16, 1, "gone", False)
+    for report in (*digests, lost):
         pipes[1][1].send_bytes(encode(report))
-    assert line.receive() == [(2, report) for report in reports]
+    assert pulling.receive() == [(2, lost)] and serving.has_reports and not pulling.has_reports
+    assert serving.receive() == [(2, report) for report in digests] and not serving.has_reports
     pipes[0][1].close()
-    with pytest.raises(RankLost, match="rank 1 is gone"):
-        line.receive()
+    for end in (serving, pulling):
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            end.receive()
 
 
 class Talker:
     """A member with much to say, and no links."""
 
+    orders = PullOrder
+
     def __init__(self, reports: list[Any]) -> None:
-        self.reports, self.orders = reports, list[Any]()
+        self.reports, self.done = reports, list[Any]()
 
     def do(self, order: Any) -> None:
-        self.orders.append(order)
+        self.done.append(order)
 
     def poll(self) -> list[Any]:
         reports, self.reports = self.reports, []
@@ -210,12 +216,12 @@ def test_a_rank_does_not_wait_until_its_reports_are_read() -> None:
     handoff.wait()
     assert theirs.recv_bytes() == b"work"
     handoff.do(ExpectPages([1]))
-    assert member.orders == [ExpectPages([1])]
+    assert member.done == [ExpectPages([1])]
     line = HandoffLine(lambda rank, order: None, [hears])
     received: list[Any] = []
     deadline = time.monotonic() + 20
     while len(received) < 3 and time.monotonic() < deadline:
-        received += line.receive()
+        received += line.serving.receive()
     assert received == [(1, report) for report in reports]
     ours.close()
     handoff.wait()

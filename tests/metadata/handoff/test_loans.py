@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from handoff_nodes import (
@@ -29,6 +30,7 @@ from baton.engine.tiers.host_tier import HostTier
 from baton.metadata.handoff.loans import LENT_SHARE
 from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transfer import LoanOver
+from baton.metadata.wire.node_info import HandoffSchema
 
 SIZE = SCHEMA.page_size
 NUM_PAGES = 41  # 40 of them can be used, so 10 can be on loan
@@ -38,13 +40,15 @@ TEXT = list(range(100, 100 + 12 * SIZE))
 class Pair:
     """A lender that has the pages of TEXT in its cache, and a borrower with an empty pool."""
 
-    def __init__(self, transport: str, has_gpu: bool = False, salt: str = "", num_cached: int = 8) -> None:
+    def __init__(
+        self, transport: str, has_gpu: bool = False, salt: str = "", num_cached: int = 8, schema: HandoffSchema = SCHEMA
+    ) -> None:
         self.stack = ExitStack()
         self.events: list[Any] = []
         self.cache = LateCache()
         common: dict[str, Any] = {"num_pages": NUM_PAGES, "transports": (transport,), "has_gpu": has_gpu}
-        self.lender, self.source = make_server(cache=self.cache, **common)
-        self.borrower, self.target = make_client(**common)
+        self.lender, self.source = make_server(schema, cache=self.cache, **common)
+        self.borrower, self.target = make_client(schema, **common)
         for each in (*self.source, *self.target, self.lender, self.borrower):
             self.stack.callback(each.close)
         pool = PagePool(NUM_PAGES, SIZE, self.lender.end.memory[0].generations)
@@ -123,6 +127,23 @@ def test_a_lender_offers_the_part_that_it_has_and_pages_that_are_here_are_not_co
     assert (over.num_pages, over.num_bytes) == (8, 6 * page_bytes(SCHEMA))
     assert same_pages(pair.target, ours[2:8], pair.source, pair.lent[2:])
     assert (pair.target[0].pages[:, ours[:2]] == before).all()
+
+
+def test_pages_that_a_gpu_computes_without_checksums_are_lent_when_it_has(pair_of: Callable[..., Pair]) -> None:
+    """A prompt that is computed puts its pages into the cache before the device has done so."""
+    pair = pair_of(schema=msgspec.structs.replace(SCHEMA, checksum="none"))
+    device = pair.lender.end.device
+    if device is not None:
+        device.is_slow = True
+    ours = list(range(3, 11))
+    pair.begin(ours)
+    if device is not None:
+        for _ in range(20):
+            assert not pair.lender.poll() and not pair.borrower.poll()
+        assert pair.target[0].device.called("gather") == []
+        device.run()
+    assert [each[:2] for each in pair.finish()] == [(unit(), 8)]
+    assert same_pages(pair.target, ours, pair.source, pair.lent)
 
 
 def test_no_more_than_a_quarter_of_the_idle_pages_is_on_loan_and_the_rest_is_lent_afterwards(

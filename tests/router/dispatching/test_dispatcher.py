@@ -273,24 +273,26 @@ def test_nodes_forget_a_tenant_at_once_and_again_after_its_last_request(monkeypa
     assert prefixes("d0") == ["acme"] * 2
 
 
-def test_the_texts_of_a_leaving_node_go_to_the_decode_node_with_most_room() -> None:
-    world = World("p0", "d0", "d1", "d2")
-    for name, free_pages in (("d0", 90), ("d1", 60), ("d2", 70)):
+@pytest.mark.parametrize("role", "pd")
+def test_the_texts_of_a_leaving_node_go_to_the_node_of_its_role_with_most_room(role: str) -> None:
+    leaving, second, third = (f"{role}{number}" for number in range(3))
+    world = World("p0", "p1", "p2", "d0", "d1", "d2")
+    for name, free_pages in (("p0", 90), ("p1", 60), ("p2", 70), ("d0", 90), ("d1", 60), ("d2", 70)):
         world.node(name).hello = msgspec.structs.replace(world.node(name).hello, borrows=True)
         world.beat(name, free_pages)
-    world.say("d0", m.Leaving(done=False))
+    world.say(leaving, m.Leaving(done=False))
     for text in range(4):
-        world.say("d0", m.HandOn(token_ids=pack_ids([text] * 9), cache_salt="tenant", num_pages=8))
-    assert [each.has_heir for each in world.got("d0", m.HandedOn)] == [True] * 4
-    kept = {name: world.got(name, m.Keep) for name in ("d0", "d1", "d2")}
+        world.say(leaving, m.HandOn(token_ids=pack_ids([text] * 9), cache_salt="tenant", num_pages=8))
+    assert [each.has_heir for each in world.got(leaving, m.HandedOn)] == [True] * 4
+    kept = {name: world.got(name, m.Keep) for name in (leaving, second, third)}
     assert [len(each) for each in kept.values()] == [0, 1, 3]
-    assert {(each.lender.peer.node_id, each.lender.num_pages, each.cache_salt) for each in kept["d2"]} == {
-        ("d0", 8, "tenant")
+    assert {(each.lender.peer.node_id, each.lender.num_pages, each.cache_salt) for each in kept[third]} == {
+        (leaving, 8, "tenant")
     }
-    world.lose("d1")
-    world.lose("d2")
-    world.say("d0", m.HandOn(token_ids=pack_ids([1] * 9), cache_salt="", num_pages=8))
-    assert not world.got("d0", m.HandedOn)[-1].has_heir
+    world.lose(second)
+    world.lose(third)
+    world.say(leaving, m.HandOn(token_ids=pack_ids([1] * 9), cache_salt="", num_pages=8))
+    assert not world.got(leaving, m.HandedOn)[-1].has_heir
 
 
 def test_one_token_needs_no_decode_node() -> None:

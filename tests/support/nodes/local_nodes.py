@@ -19,7 +19,7 @@ from baton.engine.engine import Engine
 from baton.engine.pace.step_times import ChunkCosts
 from baton.engine.prompts.prompts import Prompts
 from baton.engine.ranks.executor import RankExecutor, RankPrompts
-from baton.engine.ranks.handoffs import exchanges_pages, make_client, make_server
+from baton.engine.ranks.handoffs import make_client, make_server
 from baton.engine.ranks.ranked_engine import RankedEngine, start_ranks
 from baton.engine.rounds.device_executor import executor_of
 from baton.engine.startup import load_engine, make_endpoint, make_membership
@@ -41,9 +41,9 @@ def start_prefill(
     ranked = _ranked(name, config, 0, ranks)
     engine, epoch = _engine(config, ranked, 0, ranks), new_epoch()
     end = make_endpoint(config, name, engine, None, epoch)
-    exchanges, processes = exchanges_pages(engine), None if ranked is None else ranked.processes
+    exchanges, processes = engine.cache.enabled, None if ranked is None else ranked.processes
     handoff = make_server(end, "127.0.0.1", lease_s, processes, engine.cache if exchanges else None)
-    client = make_client(end, None) if exchanges else None
+    client = make_client(end, processes) if exchanges else None
     membership = make_membership(config, name, "prefill", engine, None, epoch, handoff.address, borrows=exchanges)
     prompts = Prompts(engine) if ranked is None or engine.group_steps is not None else RankPrompts(ranked)
     scheduler, measures = make_scheduler(config, engine), engine.group_steps is None
@@ -59,8 +59,9 @@ def start_decode(name: str, config: DecodeConfig, *, ranks: ExitStack | None = N
     ranked = _ranked(name, config, config.max_running, ranks)
     engine, epoch = _engine(config, ranked, config.max_running, ranks), new_epoch()
     end = make_endpoint(config, name, engine, None, epoch)
-    handoff, exchanges = make_client(end, None if ranked is None else ranked.processes), exchanges_pages(engine)
-    server = make_server(end, "127.0.0.1", engine.lease_s, None, engine.cache) if exchanges else None
+    exchanges, processes = engine.cache.enabled, None if ranked is None else ranked.processes
+    handoff = make_client(end, processes)
+    server = make_server(end, "127.0.0.1", engine.lease_s, processes, engine.cache) if exchanges else None
     address = "" if server is None else server.address
     membership = make_membership(config, name, "decode", engine, None, epoch, address, borrows=exchanges)
     chunk = config.chunk(engine.device.type)

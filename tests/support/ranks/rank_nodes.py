@@ -90,6 +90,10 @@ class LocalLine:
         self._queues: list[list[bytes]] = [[] for _ in members]
         self._reports: list[tuple[int, bytes]] = []
 
+    @property
+    def has_reports(self) -> bool:
+        return bool(self._reports)
+
     def send(self, rank: int, order: HandoffOrder) -> None:
         self.sent.append((rank, order))
         self._queues[rank - 1].append(encode(order))
@@ -264,7 +268,7 @@ def run_prefill_node(
     for work in ranks.work:
         work.send(end.memory[0].where)
     addresses = [work.recv() for work in ranks.work]
-    line = ranks.line if size > 1 else None
+    line = ranks.line.serving if size > 1 else None
     server = HandoffServer(end, "127.0.0.1", lease_s=30.0, line=line, rank_addresses=addresses)
     server.open(unit(), len(sources))
     offered = sources[: len(sources) - is_endless]

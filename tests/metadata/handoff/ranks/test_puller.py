@@ -17,7 +17,6 @@ from baton.metadata.handoff.ranks.orders import (
     FetchedPages,
     FetchPages,
     ForgetUnit,
-    OfferDigests,
     OpenSource,
     SourceLost,
 )
@@ -212,10 +211,3 @@ def test_orders_go_to_their_rank_and_reports_have_theirs(team: RankTeam, ranks: 
     ranks[1].reports = [lost]
     line.poll()
     assert team.poll() == [(2, lost)] and team.poll() == []
-
-
-def test_a_report_of_a_prefill_node_is_a_defect(team: RankTeam, ranks: list[TeamRank]) -> None:
-    ranks[0].reports = [OfferDigests(1, b"")]
-    team._line.poll()  # type: ignore[union-attr]
-    with pytest.raises(AssertionError, match="OfferDigests"):
-        team.poll()

@@ -1,4 +1,4 @@
-"""A decode node that leaves hands the texts of its prefix cache on to other decode nodes, which borrow their pages.
+"""A node that leaves hands the texts of its prefix cache on to other nodes of its role, which borrow their pages.
 
     leaves, and has no request left --HandOn (a text)--> router --Keep (who has it)--> heir --Borrow--> the node
                                     <--HandedOn (whether there is an heir)--'
@@ -17,13 +17,13 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..engine.state.pages import Owner
-from ..engine.state.prefix_cache import CachedText, Lease, PrefixCache
 from ..metadata.bus.membership import Membership
 from ..metadata.handoff.borrower import Borrower
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import HandedOn, HandOn, Keep
 from ..metadata.wire.request import Unit, pack_ids, unpack_ids
+from .state.pages import Owner
+from .state.prefix_cache import CachedText, Lease, PrefixCache
 
 logger = logging.getLogger(__name__)
 
