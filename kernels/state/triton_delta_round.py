@@ -104,8 +104,9 @@ def delta_round(
     )  # fmt: skip
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
         out, *pools, *new, inputs.v, weights.taps, *places, inputs.strides[0], **sizes,
-        STATE_PART=pools.states.shape[4], BLOCK_V=block_v, NEW=MAX_ROUND_LEN, num_warps=warps_of_state,
-        maxnreg=registers_of_state,
+        STATE_PART=pools.states.shape[4], BLOCK_V=block_v, SINGLE=query_len == 1,
+        NEW=1 if query_len == 1 else MAX_ROUND_LEN,
+        num_warps=warps_of_state, maxnreg=registers_of_state,
     )  # fmt: skip
     return out
 
@@ -308,6 +309,7 @@ def _round_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NEW: tl.constexpr,  # rows of a round at most
+    SINGLE: tl.constexpr,  # a round has one row
     EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
@@ -338,23 +340,22 @@ def _round_kernel(
                            SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
     if DEPENDENT and EARLY:
         gdc_wait()
-    out_ptr += value_head * VALUE_DIM
-    v_ptr += head * QKV_HEAD + shared * VALUE_DIM
+    v_ptr += head * QKV_HEAD
     _rows_of_block(out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high, updates,
                    decay, values, taps, first_token, start, tl.minimum(stop, edge + BLOCK), edge, place, value_head,
                    columns, is_column, token_stride, HEADS, SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, UPDATE_WIDTH,
-                   BLOCK, ROWS)  # fmt: skip
+                   BLOCK, ROWS, SINGLE)  # fmt: skip
     for _ in range(start // BLOCK, stop // BLOCK):  # blocks that the round completes
         edge += BLOCK
         after = places(edge, edge < stop, pages_ptr, head, HEADS, PAGE_SIZE)
         _next_block(out_ptr, states_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, taps_ptr,
                     before, place, after, first_token + edge - start, edge, stop, value_head, part, token_stride, HEADS,
                     SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, UPDATE_WIDTH, BLOCK, ROWS, STATE_PART, BLOCK_K,
-                    BLOCK_V)  # fmt: skip
+                    BLOCK_V, SINGLE)  # fmt: skip
         before, place = place, after
     new = tl.arange(0, NEW)
     is_lost = (new >= stop - start) & (new < query_len)  # without a slot
-    lost_ptr = out_ptr + (first_token + new)[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
+    lost_ptr = out_ptr + ((first_token + new) * (HEADS * SHARED) + value_head)[:, None] * VALUE_DIM + columns[None, :]
     nothing = tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty)
     tl.store(lost_ptr, nothing, mask=is_lost[:, None] & is_column[None, :])
 
@@ -402,46 +403,96 @@ def _rows_of_block(
     out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high, updates, decay, values,
     taps, first_token, start, stop, edge, place, value_head, columns, is_column, token_stride, HEADS: tl.constexpr,
     SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr,
-    UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Store values, updates and outputs of new rows of one block, which follow the old rows that have `updates` [ROWS,
     BLOCK_V] and `decay` [ROWS]. `low` and `high`: the state before the block, as `_state` returns it. `values` and
-    `taps`: as `_values` returns them for the first new row."""
+    `taps`: as `_values` returns them for the first new row. What a row needs is loaded while the row before is
+    computed."""
     WIDTH: tl.constexpr = 2 * KEY_DIM + SHARED * (VALUE_DIM + 1 + DECAY_DIM)
-    head, shared, row = value_head // SHARED, value_head % SHARED, tl.arange(0, ROWS)
-    is_low, is_high = row < KEY_DIM, row + ROWS < KEY_DIM
-    for number in range(stop - start):
-        here, of_head = start + number - edge, (first_token + number) * HEADS + head
-        of_value_head = of_head * SHARED + shared
-        vector_ptr, pairs_ptr = vectors_ptr + of_head * (2 * KEY_DIM) + row, products_ptr + of_head * (2 * BLOCK)
-        new = tl.load(v_ptr + (first_token + number) * token_stride + columns, mask=is_column, other=0.0)
-        beta, passed = tl.load(steps_ptr + of_value_head * 2), tl.load(steps_ptr + of_value_head * 2 + 1)
-        k, q = tl.load(vector_ptr, mask=is_low, other=0.0), tl.load(vector_ptr + KEY_DIM, mask=is_low, other=0.0)
-        of_k = tl.load(pairs_ptr + row, mask=row < here, other=0.0)
-        of_q = tl.load(pairs_ptr + BLOCK + row, mask=row < here, other=0.0)
-        own = tl.load(pairs_ptr + BLOCK + here)
-        faded = tl.exp(passed)
-        from_k, from_q = low * (k * faded)[:, None], low * (q * faded)[:, None]
-        if KEY_DIM > ROWS:
-            from_k += high * (tl.load(vector_ptr + ROWS, mask=is_high, other=0.0) * faded)[:, None]
-            from_q += high * (tl.load(vector_ptr + (KEY_DIM + ROWS), mask=is_high, other=0.0) * faded)[:, None]
-        between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
-        from_k += updates * (of_k * between)[:, None]
-        from_q += updates * (of_q * between)[:, None]
-        tl.store(rows_ptr + (place + here) * WIDTH + (2 * KEY_DIM + shared * VALUE_DIM) + columns, new, mask=is_column)
-        window = values + (new.to(tl.float32),)  # noqa: RUF005
-        values, mixed = (), tl.zeros(new.shape, tl.float32)
-        for tap in tl.static_range(TAPS):
-            mixed += window[tap] * taps[tap]
-            if tap > 0:
-                values += (window[tap],)
-        known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
-        update = beta * (mixed * tl.sigmoid(mixed) - known)
-        output = (output + own * update).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (first_token + number) * (HEADS * SHARED * VALUE_DIM) + columns, output, mask=is_column)
-        tl.store(updates_ptr + (place + here) * UPDATE_WIDTH + shared * VALUE_DIM + columns, update, mask=is_column)
-        updates = tl.where((row == here)[:, None], update[None, :], updates)
-        decay = tl.where(row == here, passed, decay)
+    vectors_ptr += (first_token * HEADS + value_head // SHARED) * (2 * KEY_DIM)
+    products_ptr += (first_token * HEADS + value_head // SHARED) * (2 * BLOCK)
+    steps_ptr += (first_token * (HEADS * SHARED) + value_head) * 2
+    out_ptr += (first_token * (HEADS * SHARED) + value_head) * VALUE_DIM + columns
+    of_values = value_head % SHARED * VALUE_DIM + columns
+    v_ptr += first_token * token_stride + of_values
+    rows_ptr += 2 * KEY_DIM + of_values
+    updates_ptr += of_values
+    num_new, here = stop - start, start - edge
+    own = _row(vectors_ptr, products_ptr, v_ptr, steps_ptr, here, num_new > 0, is_column, KEY_DIM, BLOCK, ROWS)
+    if SINGLE:
+        _one_row(out_ptr, rows_ptr + (place + here) * WIDTH, updates_ptr + (place + here) * UPDATE_WIDTH, low, high,
+                 updates, decay, values, taps, own, here, is_column & (num_new > 0), KEY_DIM, TAPS, ROWS)  # fmt: skip
+    else:
+        for number in range(num_new):
+            row, after = own, number + 1
+            own = _row(vectors_ptr + after * (2 * HEADS * KEY_DIM), products_ptr + after * (2 * HEADS * BLOCK),
+                       v_ptr + after * token_stride, steps_ptr + after * (2 * HEADS * SHARED), here + 1,
+                       after < num_new, is_column, KEY_DIM, BLOCK, ROWS)  # fmt: skip
+            updates, decay, values = _one_row(
+                out_ptr + number * (HEADS * SHARED * VALUE_DIM), rows_ptr + (place + here) * WIDTH,
+                updates_ptr + (place + here) * UPDATE_WIDTH, low, high, updates, decay, values, taps, row, here,
+                is_column, KEY_DIM, TAPS, ROWS,
+            )  # fmt: skip
+            here += 1
+
+
+@triton.jit
+def _one_row(
+    out_ptr, row_ptr, update_ptr, low, high, updates, decay, values, taps, own, here, is_column, KEY_DIM: tl.constexpr,
+    TAPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the values, the update and the output of a row, whose pointers are its own. `own`: as `_row` returns it.
+    Return `updates`, `decay` and `values` with this row."""
+    row = tl.arange(0, ROWS)
+    new, beta, passed, of_own, k, q, further_k, further_q, of_k, of_q = own
+    faded = tl.exp(passed)
+    from_k, from_q = low * (k * faded)[:, None], low * (q * faded)[:, None]
+    if KEY_DIM > ROWS:
+        from_k += high * (further_k * faded)[:, None]
+        from_q += high * (further_q * faded)[:, None]
+    between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
+    from_k += updates * (of_k * between)[:, None]
+    from_q += updates * (of_q * between)[:, None]
+    tl.store(row_ptr, new, mask=is_column)
+    window = values + (new.to(tl.float32),)  # noqa: RUF005
+    values, mixed = (), tl.zeros(new.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        mixed += window[tap] * taps[tap]
+        if tap > 0:
+            values += (window[tap],)
+    known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
+    update = beta * (mixed * tl.sigmoid(mixed) - known)
+    tl.store(out_ptr, (output + of_own * update).to(out_ptr.dtype.element_ty), mask=is_column)
+    tl.store(update_ptr, update, mask=is_column)
+    updates = tl.where((row == here)[:, None], update[None, :], updates)
+    return updates, tl.where(row == here, passed, decay), values
+
+
+@triton.jit
+def _row(
+    vector_ptr, products_ptr, v_ptr, steps_ptr, here, is_row, is_column, KEY_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Load what a new row of some columns needs, if there is one: its values [BLOCK_V] before the convolution, beta,
+    the decay since the edge, the product of its query and key, its key and query, [ROWS] each, their numbers from ROWS
+    on likewise, and their products with the `here` rows before it in the block, [ROWS] each."""
+    row = tl.arange(0, ROWS)
+    is_low, is_high, is_seen = is_row & (row < KEY_DIM), is_row & (row + ROWS < KEY_DIM), is_row & (row < here)
+    new = tl.load(v_ptr, mask=is_row & is_column, other=0.0)
+    beta, passed = tl.load(steps_ptr, mask=is_row, other=0.0), tl.load(steps_ptr + 1, mask=is_row, other=0.0)
+    of_own = tl.load(products_ptr + BLOCK + here, mask=is_row, other=0.0)
+    k, q = (
+        tl.load(vector_ptr + row, mask=is_low, other=0.0),
+        tl.load(vector_ptr + KEY_DIM + row, mask=is_low, other=0.0),
+    )
+    further_k, further_q = k, q
+    if KEY_DIM > ROWS:
+        further_k = tl.load(vector_ptr + ROWS + row, mask=is_high, other=0.0)
+        further_q = tl.load(vector_ptr + (KEY_DIM + ROWS) + row, mask=is_high, other=0.0)
+    of_k = tl.load(products_ptr + row, mask=is_seen, other=0.0)
+    of_q = tl.load(products_ptr + BLOCK + row, mask=is_seen, other=0.0)
+    return new, beta, passed, of_own, k, q, further_k, further_q, of_k, of_q
 
 
 @triton.jit(noinline=True)
@@ -450,7 +501,7 @@ def _next_block(
     after, first_token, edge, stop, value_head, part, token_stride, HEADS: tl.constexpr, SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr,
     UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STATE_PART: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Store the state behind the block at `place`, whose last row is stored, and then go on with the rows from `edge`
     on, which lie at `after`. `before`: the place of the state before. This is rare. As a function of its own it takes
@@ -460,14 +511,15 @@ def _next_block(
     tl.debug_barrier()  # rows and updates are stored
     _advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > BLOCK, shared, columns, is_column,
              SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
-    tl.debug_barrier()
-    low, high = _state(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
-    values, taps = _values(rows_ptr, taps_ptr, place, after, 0, True, head, shared, columns, is_column, SHARED, KEY_DIM,
-                           VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
-    _rows_of_block(out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high,
-                   tl.zeros_like(low), tl.zeros([ROWS], tl.float32), values, taps, first_token, edge,
-                   tl.minimum(stop, edge + BLOCK), edge, after, value_head, columns, is_column, token_stride, HEADS,
-                   SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, UPDATE_WIDTH, BLOCK, ROWS)  # fmt: skip
+    if not SINGLE:
+        tl.debug_barrier()
+        low, high = _state(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
+        values, taps = _values(rows_ptr, taps_ptr, place, after, 0, True, head, shared, columns, is_column, SHARED,
+                               KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
+        _rows_of_block(out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high,
+                       tl.zeros_like(low), tl.zeros([ROWS], tl.float32), values, taps, first_token, edge,
+                       tl.minimum(stop, edge + BLOCK), edge, after, value_head, columns, is_column, token_stride, HEADS,
+                       SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, UPDATE_WIDTH, BLOCK, ROWS, False)  # fmt: skip
 
 
 @triton.jit

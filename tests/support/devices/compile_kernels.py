@@ -355,7 +355,8 @@ def _delta() -> None:
         kernel, launch = triton_delta_round._rows_kernel, {"num_stages": 1, "maxnreg": registers}
         print(f"rows{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         block_v, num_warps, registers = triton_delta_round.TILE_OF_STATE
-        constants = {**both, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "NEW": 16, "token_stride": token_stride}
+        constants = {**both, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "token_stride": token_stride}
+        constants |= {"NEW": 16, "SINGLE": False}
         kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": registers}
         print(f"round{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         of_blocks = {**sizes, "ROWS": 64}
