@@ -41,6 +41,7 @@ from .triton_delta_rows import (
 
 TILE_OF_KEYS = 8, 128  # warps of a program of the first kernel, and registers of a thread
 TILE_OF_STATE = 32, 4, 96  # columns and warps of a program of the second kernel, and registers of a thread
+MOST_STEPS = 2  # sequences whose rounds of one row are one kernel
 
 
 class _New(NamedTuple):
@@ -97,6 +98,13 @@ def delta_round(
     }
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
     strides = {"B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
+    if query_len == 1 and num_seqs <= MOST_STEPS and weights.dt_bias.shape[2] == 1 and sizes["BLOCK_K"] == 2 * rows:
+        _step_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
+            out, *pools, *inputs[:3], *inputs[4:], *weights[:3], *places[:2], *places[3:], *inputs.strides,
+            **strides, **sizes, STATE_PART=pools.states.shape[4], BLOCK_V=block_v, GROUP=warps_of_state,
+            num_warps=warps_of_state,
+        )  # fmt: skip
+        return out
     num_warps, registers = TILE_OF_KEYS
     _rows_kernel[num_heads, num_seqs](
         *new, *pools[:2], *inputs[:2], *inputs[4:], *weights[:3], *places, *inputs.strides, **strides, **sizes,
@@ -358,6 +366,125 @@ def _round_kernel(
     lost_ptr = out_ptr + ((first_token + new) * (HEADS * SHARED) + value_head)[:, None] * VALUE_DIM + columns[None, :]
     nothing = tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty)
     tl.store(lost_ptr, nothing, mask=is_lost[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=("num_slots", "table_stride"))
+def _step_kernel(
+    out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
+    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
+    q_ptr,  # [num_tokens, HEADS, KEY_DIM], tokens token_stride and heads QKV_HEAD apart
+    k_ptr,  # likewise
+    v_ptr,  # [num_tokens, HEADS, SHARED * VALUE_DIM], likewise
+    b_ptr,  # [num_tokens, HEADS, SHARED], tokens b_stride and heads B_HEAD apart
+    a_ptr,  # [num_tokens, HEADS, SHARED], tokens a_stride and heads A_HEAD apart
+    taps_ptr,  # [HEADS, TAPS, 2 * KEY_DIM + SHARED * VALUE_DIM] float32
+    a_log_ptr,  # [HEADS, SHARED] float32
+    dt_bias_ptr,  # [HEADS, SHARED] float32
+    seq_lens_ptr,  # [num_seqs] int64
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    num_slots,  # of a sequence
+    table_stride,
+    token_stride,
+    b_stride,
+    a_stride,
+    QKV_HEAD: tl.constexpr,
+    B_HEAD: tl.constexpr,
+    A_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,  # 1
+    TAPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of a block, and half as many as BLOCK_K
+    STATE_PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,  # as many as warps, so that a warp convolves the row
+    EARLY: tl.constexpr,  # pages are read before the kernel before ends
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs). Programs of a key head compute and store the same
+    key, each for itself."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
+    NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
+    head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
+    pages_ptr = table_ptr + seq * table_stride
+    start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - 1, 0)
+    columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    row, group, dims = tl.arange(0, ROWS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
+    is_column, is_dim, is_new, edge = columns < VALUE_DIM, dims < KEY_DIM, group < 1, start // BLOCK * BLOCK
+    has_slot, here, is_old = start < num_slots, start - edge, row < start - edge
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if not EARLY:
+            gdc_wait()
+    before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
+    place = places(edge, has_slot, pages_ptr, head, HEADS, PAGE_SIZE)
+    low, high = _state(states_ptr + before * STATE_PART, edge > 0, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
+    at = updates_ptr + (place + row) * UPDATE_WIDTH
+    updates = tl.load(at[:, None] + (shared * VALUE_DIM + columns)[None, :], mask=is_old[:, None] & is_column[None, :],
+                      other=0.0)  # fmt: skip
+    keys = tl.load(
+        at[:, None] + (SHARED * VALUE_DIM + dims)[None, :], mask=is_old[:, None] & is_dim[None, :], other=0.0
+    )
+    decays_ptr = updates_ptr + place * UPDATE_WIDTH + (SHARED * VALUE_DIM + KEY_DIM) + shared
+    decay = tl.load(decays_ptr + row * UPDATE_WIDTH, mask=is_old, other=0.0)
+    passed = tl.load(decays_ptr + (here - 1) * UPDATE_WIDTH, mask=here > 0, other=0.0)
+    a_log, dt_bias = tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head)
+    values, taps = _values(rows_ptr, taps_ptr, before, place, here, edge > 0, head, shared, columns, is_column,
+                           SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
+    taps_ptr += head * CHANNELS * TAPS
+    block_ptr, before_ptr = rows_ptr + place * WIDTH, rows_ptr + (before + BLOCK) * WIDTH
+    k = old_part(here + group, is_new, KEY_DIM + dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, here, CHANNELS,
+                 WIDTH, TAPS)  # fmt: skip
+    q = old_part(here + group, is_new, dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, here, CHANNELS, WIDTH, TAPS)
+    if DEPENDENT and EARLY:
+        gdc_wait()
+    q_ptr += seq * token_stride + head * QKV_HEAD
+    k_ptr += seq * token_stride + head * QKV_HEAD - KEY_DIM  # channels of keys stand behind those of queries
+    a_ptr += seq * a_stride + head * A_HEAD + shared
+    b_ptr += seq * b_stride + head * B_HEAD + shared
+    new = tl.load(
+        v_ptr + seq * token_stride + head * QKV_HEAD + shared * VALUE_DIM + columns, mask=is_column, other=0.0
+    )
+    a, b = tl.load(a_ptr), tl.load(b_ptr)
+    k = unit(new_part(k, group, is_new, KEY_DIM + dims, is_dim, k_ptr, taps_ptr, token_stride, CHANNELS, TAPS))
+    q = unit(new_part(q, group, is_new, dims, is_dim, q_ptr, taps_ptr, token_stride, CHANNELS, TAPS)) * KEY_DIM**-0.5
+    passed = passed + decays(a.to(tl.float32), True, a_log, dt_bias)
+    k, q = tl.sum(tl.where(is_new[:, None], k, 0.0), 0), tl.sum(tl.where(is_new[:, None], q, 0.0), 0)
+    keys = tl.where((row == here)[:, None], k[None, :], keys)
+    of_k, of_q = tl.sum(keys * k[None, :], 1), tl.sum(keys * q[None, :], 1)
+    of_own = tl.sum(tl.where(row == here, of_q, 0.0), 0)
+    low_k, high_k = tl.split(tl.trans(tl.reshape(k, [2, ROWS])))
+    low_q, high_q = tl.split(tl.trans(tl.reshape(q, [2, ROWS])))
+    own = (new, tl.sigmoid(b.to(tl.float32)), passed, of_own, low_k, low_q, high_k, high_q,
+           tl.where(is_old, of_k, 0.0), tl.where(is_old, of_q, 0.0))  # fmt: skip
+    row_ptr, update_ptr = block_ptr + here * WIDTH, updates_ptr + (place + here) * UPDATE_WIDTH
+    at = seq * (HEADS * SHARED * VALUE_DIM) + value_head * VALUE_DIM + columns
+    if has_slot:
+        _one_row(out_ptr + at, row_ptr + (2 * KEY_DIM + shared * VALUE_DIM) + columns,
+                 update_ptr + shared * VALUE_DIM + columns, low, high, updates, decay, values, taps, own, here,
+                 is_column, KEY_DIM, TAPS, ROWS)  # fmt: skip
+        tl.store(update_ptr + SHARED * VALUE_DIM + dims, k, mask=is_dim)
+        tl.store(update_ptr + (SHARED * VALUE_DIM + KEY_DIM) + shared, passed)
+        tl.store(row_ptr + dims, tl.load(q_ptr + dims, mask=is_dim), mask=is_dim)
+        tl.store(row_ptr + KEY_DIM + dims, tl.load(k_ptr + KEY_DIM + dims, mask=is_dim), mask=is_dim)
+        tl.store(row_ptr + CHANNELS + shared, b)
+        tl.store(row_ptr + CHANNELS + SHARED + shared, a)
+    else:
+        tl.store(out_ptr + at, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=is_column)
+    if has_slot & (here == BLOCK - 1):
+        tl.debug_barrier()  # keys, decays and updates are stored
+        _advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > 0, shared, columns, is_column,
+                 SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
 
 
 @triton.jit

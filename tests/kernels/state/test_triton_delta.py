@@ -140,10 +140,10 @@ def test_rounds_are_the_text_however_many_rows_they_have(page_size: int) -> None
 
 
 def test_bits_of_a_round_depend_neither_on_its_rows_nor_on_other_sequences() -> None:
-    """Rounds of 1, 2 and 11 rows over an edge, of one sequence and of two."""
+    """Rounds of 1, 2 and 11 rows over an edge, of one sequence, for which one kernel does the work of two, and more."""
     sizes = Sizes(num_heads=1, page_size=16, key_dim=20)
     found: list[Texts] = []
-    for round_len, num_seqs in ((1, 1), (2, 2), (11, 1), (11, 2)):
+    for round_len, num_seqs in ((1, 1), (1, 3), (2, 2), (11, 1), (11, 2)):
         found.append(Texts(sizes, 22, num_seqs))
         for start in range(0, 22, round_len):
             found[-1].run([(start, start + round_len)] * num_seqs, is_round=True)

@@ -359,6 +359,10 @@ def _delta() -> None:
         constants |= {"NEW": 16, "SINGLE": False}
         kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": registers}
         print(f"round{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
+        if decay_dim == 1:
+            constants = {**both, **of_inputs, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "GROUP": num_warps}
+            kernel, launch = triton_delta_round._step_kernel, {"num_stages": 1}
+            print("step", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         of_blocks = {**sizes, "ROWS": 64}
         for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
             own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
