@@ -45,6 +45,8 @@ from .triton_delta_rows import (
 )
 
 _COLUMNS = 32  # of a state that a program of the last kernel has
+# ptxas of CUDA 12.8 loses the address of a right factor of 16 or 32 columns if other products of the kernel have 64
+_FEWEST = 64  # columns of the products in `_solve_kernel`
 
 
 class _Solved(NamedTuple):
@@ -108,9 +110,9 @@ def delta_prompt(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, 
     _invert_kernel[num_blocks * (rows // TILE), num_values](
         solved.system, blocks.seqs, HEADS=num_values, BLOCK=plan.block, num_warps=1
     )
+    of_products = of_updates | {"BLOCK_K": max(_FEWEST, sizes["BLOCK_K"]), "BLOCK_V": max(_FEWEST, block_v)}
     _solve_kernel[num_blocks, num_values](
-        *solved[:4], *solved[5:], *pools[:2], blocks.stops, *given, ROWS=rows, BLOCK_V=block_v, **of_updates,
-        num_warps=4,
+        *solved[:4], *solved[5:], *pools[:2], blocks.stops, *given, ROWS=rows, **of_products, num_warps=4,
     )  # fmt: skip
     of_states = {"ROWS": rows, "STATE_PART": pools.states.shape[4], "SCALE": scale, "num_warps": 4}
     part_v = min(_COLUMNS, block_v)

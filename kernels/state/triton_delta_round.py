@@ -1,7 +1,7 @@
 """Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge.
 
-Two kernels share the work. The first one computes what does not depend on a state: queries, keys, values and decays of
-new rows, and their products with all keys since the edge. A program of the second one computes some columns of the
+Two kernels share the work. The first one computes what all columns of a state need: queries, keys and decays of new
+rows, and their products with all keys since the edge. A program of the second one computes some columns of the values,
 outputs, updates and states of one value head. Columns do not depend on each other, so no program waits for another.
 The second kernel starts to load states while the first one still runs.
 
@@ -39,8 +39,9 @@ from .triton_delta_rows import (
     unit,
 )
 
+TILE_OF_KEYS = 8, 128  # warps of a program of the first kernel, and registers of a thread
 TILE_OF_STATE = 32, 4, 96  # columns and warps of a program of the second kernel, and registers of a thread
-MOST_SPLIT = 8  # sequences whose keys and values different programs of the first kernel have
+MOST_STEPS = 2  # sequences whose rounds of one row are one kernel
 
 
 class _New(NamedTuple):
@@ -48,14 +49,13 @@ class _New(NamedTuple):
 
     vectors: Tensor  # [num_tokens, num_key_heads, 2, key_dim], key and query, decayed since the edge if by channel
     products: Tensor  # [num_tokens, num_key_heads, 2, block], of both with the block's keys
-    values: Tensor  # [num_tokens, num_value_heads, value_dim]
     steps: Tensor  # [num_tokens, num_value_heads, 2], beta, and the decay since the edge; zero if by channel
 
     @classmethod
     def allocate(cls, num_tokens: int, block: int, weights: DeltaWeights) -> _New:
-        num_heads, num_shared, key_dim, value_dim = weights.state_shape
-        of_key_head, of_value_head = (num_tokens, num_heads, 2), (num_tokens, num_heads * num_shared)
-        shapes = (*of_key_head, key_dim), (*of_key_head, block), (*of_value_head, value_dim), (*of_value_head, 2)
+        num_heads, num_shared, key_dim, _ = weights.state_shape
+        of_head = num_tokens, num_heads
+        shapes = (*of_head, 2, key_dim), (*of_head, 2, block), (num_tokens, num_heads * num_shared, 2)
         return cls(*(torch.empty(shape, dtype=torch.float32, device=weights.taps.device) for shape in shapes))
 
 
@@ -75,15 +75,17 @@ def delta_round(
     out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.q.dtype, device=inputs.q.device)
     new = _New.allocate(num_tokens, plan.block, weights)
     rows = max(TILE, plan.block, triton.next_power_of_2(key_dim) // 2)
-    whole_v = max(TILE, triton.next_power_of_2(value_dim))
-    block_v = min(TILE_OF_STATE[0], whole_v)
-    is_split, dependent = num_seqs <= MOST_SPLIT, gpu.dependent_launch(num_tokens)
+    columns, warps_of_state, registers_of_state = TILE_OF_STATE
+    block_v = min(columns, max(TILE, triton.next_power_of_2(value_dim)))
+    dependent = gpu.dependent_launch(num_tokens)
     sizes = {
+        "QKV_HEAD": inputs.q.stride(1),
         "HEADS": num_heads,
         "SHARED": num_shared,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "DECAY_DIM": weights.dt_bias.shape[2],
+        "TAPS": weights.taps.shape[1],
         "PAGE_SIZE": page_size,
         "UPDATE_WIDTH": weights.update_width,
         "BLOCK": plan.block,
@@ -95,15 +97,24 @@ def delta_round(
         "launch_pdl": dependent,
     }
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
-    strides = {"QKV_HEAD": inputs.q.stride(1), "B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
-    num_warps = 8 if is_split or weights.dt_bias.shape[2] > 1 else 4
-    _rows_kernel[num_heads * (1 + num_shared) if is_split else num_heads, num_seqs](
-        *new, *pools[:2], *inputs[:3], *inputs[4:], *weights[:3], *places, *inputs.strides, **strides, **sizes,
-        TAPS=weights.taps.shape[1], WHOLE_V=whole_v, GROUP=num_warps, SPLIT=is_split, num_warps=num_warps, maxnreg=128,
+    strides = {"B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
+    if query_len == 1 and num_seqs <= MOST_STEPS and weights.dt_bias.shape[2] == 1 and sizes["BLOCK_K"] == 2 * rows:
+        _step_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
+            out, *pools, *inputs[:3], *inputs[4:], *weights[:3], *places[:2], *places[3:], *inputs.strides,
+            **strides, **sizes, STATE_PART=pools.states.shape[4], BLOCK_V=block_v, GROUP=warps_of_state,
+            num_warps=warps_of_state,
+        )  # fmt: skip
+        return out
+    num_warps, registers = TILE_OF_KEYS
+    _rows_kernel[num_heads, num_seqs](
+        *new, *pools[:2], *inputs[:2], *inputs[4:], *weights[:3], *places, *inputs.strides, **strides, **sizes,
+        BLOCK_S=triton.next_power_of_2(num_shared), GROUP=num_warps, num_warps=num_warps, maxnreg=registers,
     )  # fmt: skip
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
-        out, *pools[1:], *new, *places, **sizes, STATE_PART=pools.states.shape[4], BLOCK_V=block_v, NEW=MAX_ROUND_LEN,
-        num_warps=TILE_OF_STATE[1], maxnreg=TILE_OF_STATE[2],
+        out, *pools, *new, inputs.v, weights.taps, *places, inputs.strides[0], **sizes,
+        STATE_PART=pools.states.shape[4], BLOCK_V=block_v, SINGLE=query_len == 1,
+        NEW=1 if query_len == 1 else MAX_ROUND_LEN,
+        num_warps=warps_of_state, maxnreg=registers_of_state,
     )  # fmt: skip
     return out
 
@@ -112,13 +123,11 @@ def delta_round(
 def _rows_kernel(
     vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32, written
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32, written
-    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32, written
     steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32, written
     rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 1 + DECAY_DIM)], written
     updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     q_ptr,  # [num_tokens, HEADS, KEY_DIM], tokens token_stride and heads QKV_HEAD apart
     k_ptr,  # likewise
-    v_ptr,  # [num_tokens, HEADS, SHARED * VALUE_DIM], likewise
     b_ptr,  # [num_tokens, HEADS, SHARED], tokens b_stride and heads B_HEAD apart
     a_ptr,  # [num_tokens, HEADS, SHARED * DECAY_DIM], tokens a_stride and heads A_HEAD apart
     taps_ptr,  # [HEADS, TAPS, 2 * KEY_DIM + SHARED * VALUE_DIM] float32
@@ -146,15 +155,16 @@ def _rows_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,  # of a block, and at least half as many as BLOCK_K
     BLOCK_K: tl.constexpr,
-    WHOLE_V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     GROUP: tl.constexpr,  # new rows that are convolved at once
-    SPLIT: tl.constexpr,
     EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (HEADS, num_seqs). A program has a key head and its value heads. If SPLIT, the grid is (HEADS * (1 +
-    SHARED), num_seqs), and a program has the queries and keys of a key head, or the values of one value head."""
-    head, kind, seq = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.program_id(1).to(tl.int64)
+    """Grid: (HEADS, num_seqs). A program stores queries and keys of a head's new rows, their products with the keys
+    since the edge, and what the head's value heads need of each row."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + SHARED * (1 + DECAY_DIM)
+    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first_token, pages_ptr = seq * query_len, table_ptr + seq * table_stride
     start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
     stop = tl.minimum(start + query_len, num_slots)
@@ -162,54 +172,25 @@ def _rows_kernel(
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()
-    if kind == 0:
-        _keys(vectors_ptr, products_ptr, rows_ptr, updates_ptr, q_ptr, k_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr,
-              pages_ptr, first_token, start, stop, token_stride, a_stride, head, QKV_HEAD, A_HEAD, HEADS, SHARED,
-              KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, PAGE_SIZE, UPDATE_WIDTH, BLOCK, ROWS, BLOCK_K, GROUP,
-              DEPENDENT and EARLY)  # fmt: skip
-    for shared in tl.range(tl.maximum(kind - 1, 0), kind if SPLIT else SHARED):
-        _values(values_ptr, steps_ptr, rows_ptr, updates_ptr, v_ptr, b_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr,
-                pages_ptr, first_token, start, stop, token_stride, b_stride, a_stride, head, shared, QKV_HEAD, B_HEAD,
-                A_HEAD, HEADS, SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, PAGE_SIZE, UPDATE_WIDTH, BLOCK, WHOLE_V,
-                GROUP, DEPENDENT and EARLY)  # fmt: skip
-
-
-@triton.jit
-def _keys(
-    vectors_ptr, products_ptr, rows_ptr, updates_ptr, q_ptr, k_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr, pages_ptr,
-    first_token, start, stop, token_stride, a_stride, head, QKV_HEAD: tl.constexpr, A_HEAD: tl.constexpr,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr,
-    TAPS: tl.constexpr, PAGE_SIZE: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, WAIT: tl.constexpr,
-):  # fmt: skip
-    """Store queries and keys of a head's new rows, and their products with the keys since the edge. If states decay by
-    channel, also the decays since the edge."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + SHARED * (1 + DECAY_DIM)
     edge = start // BLOCK * BLOCK
     first = start - edge
-    row, group, dims = tl.arange(0, ROWS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
-    is_dim = dims < KEY_DIM
+    group, dims, is_dim = tl.arange(0, GROUP), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K) < KEY_DIM
     taps_ptr += head * CHANNELS * TAPS
     q_ptr += first_token * token_stride + head * QKV_HEAD
     k_ptr += first_token * token_stride + head * QKV_HEAD - KEY_DIM  # channels of keys stand behind those of queries
     a_ptr += first_token * a_stride + head * A_HEAD
+    b_ptr += first_token * b_stride + head * B_HEAD
     vectors_ptr += (first_token * HEADS + head) * (2 * KEY_DIM)
     products_ptr += (first_token * HEADS + head) * (2 * BLOCK)
-    old = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE) + row
-    keys_ptr, is_old = updates_ptr + SHARED * VALUE_DIM + dims, (row < first)[:, None] & is_dim[None, :]
-    keys = tl.load(keys_ptr[None, :] + old[:, None] * UPDATE_WIDTH, mask=is_old, other=0.0)
-    if DECAY_DIM > 1:
-        a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head * KEY_DIM + dims, mask=is_dim, other=0.0)
-        decay = tl.load(keys_ptr[None, :] + KEY_DIM + old[:, None] * UPDATE_WIDTH, mask=is_old, other=0.0)
-        last = places(start - 1, first > 0, pages_ptr, head, HEADS, PAGE_SIZE)
-        passed = tl.load(keys_ptr + KEY_DIM + last * UPDATE_WIDTH, mask=is_dim & (first > 0), other=0.0)
+    steps_ptr += (first_token * HEADS + head) * (2 * SHARED)
+    keys, decay, passed = _old_keys(updates_ptr, pages_ptr, start, stop, edge, head, HEADS, SHARED, KEY_DIM, VALUE_DIM,
+                                    DECAY_DIM, PAGE_SIZE, UPDATE_WIDTH, ROWS, BLOCK_K, BLOCK_S)  # fmt: skip
     block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
     of_k = old_part(first + group, group < stop - start, KEY_DIM + dims, is_dim, block_ptr, before_ptr, taps_ptr, edge,
                     first, CHANNELS, WIDTH, TAPS)  # fmt: skip
     of_q = old_part(first + group, group < stop - start, dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, first,
                     CHANNELS, WIDTH, TAPS)  # fmt: skip
-    if WAIT:
+    if DEPENDENT and EARLY:
         gdc_wait()
     for begin in range(0, stop - start, GROUP):
         token = begin + group
@@ -221,111 +202,113 @@ def _keys(
         for number in range(begin, tl.minimum(begin + GROUP, stop - start)):
             own_k = tl.sum(tl.where((token == number)[:, None], k, 0.0), 0)
             own_q = tl.sum(tl.where((token == number)[:, None], q, 0.0), 0)
-            here, vector_ptr = start + number - edge, vectors_ptr + number * (2 * HEADS * KEY_DIM) + dims
-            keys = tl.where((row == here)[:, None], own_k[None, :], keys)
-            if DECAY_DIM == 1:
-                tl.store(vector_ptr, own_k, mask=is_dim)
-                tl.store(vector_ptr + KEY_DIM, own_q, mask=is_dim)
-                seen = keys
-            else:
-                a = tl.load(a_ptr + number * a_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
-                passed = tl.where(here == 0, 0.0, passed) + decays(a, is_dim, a_log, dt_bias)
-                own = places(start + number, number >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
-                tl.store(keys_ptr + KEY_DIM + own * UPDATE_WIDTH, passed, mask=is_dim)
-                tl.store(vector_ptr, own_k * tl.exp(passed), mask=is_dim)
-                tl.store(vector_ptr + KEY_DIM, own_q * tl.exp(passed), mask=is_dim)
-                decay = tl.where((row == here)[:, None], passed[None, :], decay)
-                seen = keys * tl.exp(tl.where((row <= here)[:, None], passed[None, :] - decay, float("-inf")))
-            at = products_ptr + number * (2 * HEADS * BLOCK) + row
-            tl.store(at, tl.sum(seen * own_k[None, :], 1), mask=row < BLOCK)
-            tl.store(at + BLOCK, tl.sum(seen * own_q[None, :], 1), mask=row < BLOCK)
-            if here == BLOCK - 1:
-                keys = tl.zeros_like(keys)
-                edge += BLOCK
+            place = places(start + number, number >= 0, pages_ptr, head, HEADS, PAGE_SIZE)
+            keys, decay, passed = _next_row(
+                vectors_ptr + number * (2 * HEADS * KEY_DIM), products_ptr + number * (2 * HEADS * BLOCK),
+                steps_ptr + number * (2 * HEADS * SHARED), updates_ptr + place * UPDATE_WIDTH,
+                a_ptr + number * a_stride, b_ptr + number * b_stride, a_log_ptr + head * SHARED,
+                dt_bias_ptr + head * (SHARED * DECAY_DIM), own_k, own_q, keys, decay, passed,
+                (start + number) % BLOCK, SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, BLOCK, ROWS, BLOCK_K, BLOCK_S,
+            )  # fmt: skip
         place = places(start + token, is_new, pages_ptr, head, HEADS, PAGE_SIZE)
-        tl.store(keys_ptr[None, :] + place[:, None] * UPDATE_WIDTH, k, mask=is_new[:, None] & is_dim[None, :])
+        at = updates_ptr + place[:, None] * UPDATE_WIDTH + SHARED * VALUE_DIM + dims[None, :]
+        tl.store(at, k, mask=is_new[:, None] & is_dim[None, :])
         store_rows(start + token, is_new, dims, is_dim, 0, q_ptr, rows_ptr, pages_ptr, start, token_stride, head, HEADS,
                    PAGE_SIZE, WIDTH)  # fmt: skip
         store_rows(start + token, is_new, KEY_DIM + dims, is_dim, 0, k_ptr, rows_ptr, pages_ptr, start, token_stride,
                    head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        if DECAY_DIM > 1:
-            store_rows(start + token, is_new, dims, is_dim, CHANNELS + SHARED, a_ptr, rows_ptr, pages_ptr, start,
-                       a_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        shared, parts = tl.arange(0, BLOCK_S), dims if DECAY_DIM > 1 else tl.arange(0, BLOCK_S)
+        store_rows(start + token, is_new, shared, shared < SHARED, CHANNELS, b_ptr, rows_ptr, pages_ptr, start,
+                   b_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+        store_rows(start + token, is_new, parts, parts < SHARED * DECAY_DIM, CHANNELS + SHARED, a_ptr, rows_ptr,
+                   pages_ptr, start, a_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
 
 
 @triton.jit
-def _values(
-    values_ptr, steps_ptr, rows_ptr, updates_ptr, v_ptr, b_ptr, a_ptr, taps_ptr, a_log_ptr, dt_bias_ptr, pages_ptr,
-    first_token, start, stop, token_stride, b_stride, a_stride, head, shared, QKV_HEAD: tl.constexpr,
-    B_HEAD: tl.constexpr, A_HEAD: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE_V: tl.constexpr, GROUP: tl.constexpr, WAIT: tl.constexpr,
+def _old_keys(
+    updates_ptr, pages_ptr, start, stop, edge, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Store the values of one head's new rows, beta, and, if a head has one, the decay since the edge."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + SHARED * (1 + DECAY_DIM)
-    edge, group, columns, one = start // BLOCK * BLOCK, tl.arange(0, GROUP), tl.arange(0, WHOLE_V), tl.arange(0, 1)
-    first, channels, is_column = start - edge, 2 * KEY_DIM + shared * VALUE_DIM + columns, columns < VALUE_DIM
-    taps_ptr += head * CHANNELS * TAPS
-    v_ptr += first_token * token_stride + head * QKV_HEAD - 2 * KEY_DIM  # channels of values stand behind the others
-    b_ptr += first_token * b_stride + head * B_HEAD + shared
-    a_ptr += first_token * a_stride + head * A_HEAD + shared
-    values_ptr += ((first_token * HEADS + head) * SHARED + shared) * VALUE_DIM
-    steps_ptr += ((first_token * HEADS + head) * SHARED + shared) * 2
-    decays_ptr = updates_ptr + SHARED * VALUE_DIM + KEY_DIM + shared
-    passed = 0.0
-    if DECAY_DIM == 1:
-        a_log, dt_bias = tl.load(a_log_ptr + head * SHARED + shared), tl.load(dt_bias_ptr + head * SHARED + shared)
-        last = places(start - 1, first > 0, pages_ptr, head, HEADS, PAGE_SIZE)
-        passed = tl.load(decays_ptr + last * UPDATE_WIDTH, mask=first > 0, other=0.0)
-    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
-    old = old_part(first + group, group < stop - start, channels, is_column, block_ptr, before_ptr, taps_ptr, edge,
-                   first, CHANNELS, WIDTH, TAPS)  # fmt: skip
-    if WAIT:
-        gdc_wait()
-    for begin in range(0, stop - start, GROUP):
-        token = begin + group
-        is_new = token < stop - start
-        v = new_part(old, token, is_new, channels, is_column, v_ptr, taps_ptr, token_stride, CHANNELS, TAPS)
-        old = tl.zeros_like(old)  # a group has no fewer rows than a convolution
-        at = token[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
-        tl.store(values_ptr + at, v, mask=is_new[:, None] & is_column[None, :])
-        store_rows(start + token, is_new, channels, is_column, 0, v_ptr, rows_ptr, pages_ptr, start, token_stride,
-                   head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        store_rows(start + token, is_new, one, one == 0, CHANNELS + shared, b_ptr, rows_ptr, pages_ptr, start, b_stride,
-                   head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-        if DECAY_DIM == 1:
-            store_rows(start + token, is_new, one, one == 0, CHANNELS + SHARED + shared, a_ptr, rows_ptr, pages_ptr,
-                       start, a_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
-    for number in range(stop - start):
-        steps_of_row = steps_ptr + number * (2 * HEADS * SHARED)
-        if DECAY_DIM == 1:
-            a, slot = tl.load(a_ptr + number * a_stride).to(tl.float32), start + number
-            passed = tl.where(slot % BLOCK == 0, 0.0, passed) + decays(a, True, a_log, dt_bias)
-            tl.store(decays_ptr + places(slot, True, pages_ptr, head, HEADS, PAGE_SIZE) * UPDATE_WIDTH, passed)
-        tl.store(steps_of_row, tl.sigmoid(tl.load(b_ptr + number * b_stride).to(tl.float32)))
-        tl.store(steps_of_row + 1, passed)
+    """Return what earlier rounds stored of the rows since the edge: keys [ROWS, BLOCK_K], their decays since the edge
+    likewise, or one zero if states decay by value head, and the decays of the last row, [BLOCK_K] or [BLOCK_S]."""
+    row, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    old = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE) + row
+    keys_ptr, is_old = (
+        updates_ptr + SHARED * VALUE_DIM + dims,
+        (row < start - edge)[:, None] & (dims < KEY_DIM)[None, :],
+    )
+    keys = tl.load(keys_ptr[None, :] + old[:, None] * UPDATE_WIDTH, mask=is_old, other=0.0)
+    decay = 0.0
+    if DECAY_DIM > 1:
+        decay = tl.load(keys_ptr[None, :] + KEY_DIM + old[:, None] * UPDATE_WIDTH, mask=is_old, other=0.0)
+    parts = dims if DECAY_DIM > 1 else tl.arange(0, BLOCK_S)
+    last = places(start - 1, start > edge, pages_ptr, head, HEADS, PAGE_SIZE)
+    last_ptr = updates_ptr + last * UPDATE_WIDTH + (SHARED * VALUE_DIM + KEY_DIM) + parts
+    passed = tl.load(last_ptr, mask=(parts < SHARED * DECAY_DIM) & (start > edge), other=0.0)
+    return keys, decay, passed
+
+
+@triton.jit
+def _next_row(
+    vector_ptr, products_ptr, steps_ptr, update_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, own_k, own_q, keys, decay,
+    passed, here, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Store what the second kernel reads of a new row, and its decays since the edge. All pointers are the row's own.
+    Return `keys`, `decay` and `passed`, as `_old_keys` does, with this row, whose place in the block is `here`."""
+    row, dims, shared = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)
+    is_dim, is_shared = dims < KEY_DIM, shared < SHARED
+    parts = dims if DECAY_DIM > 1 else shared
+    is_part = parts < SHARED * DECAY_DIM
+    a = tl.load(a_ptr + parts, mask=is_part, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + shared, mask=is_shared, other=0.0).to(tl.float32)
+    a_log = tl.load(a_log_ptr + shared, mask=is_shared, other=0.0) if DECAY_DIM == 1 else tl.load(a_log_ptr)
+    dt_bias = tl.load(dt_bias_ptr + parts, mask=is_part, other=0.0)
+    keys = tl.where((row == here)[:, None], own_k[None, :], keys)
+    passed = tl.where(here == 0, 0.0, passed) + decays(a, is_part, a_log, dt_bias)
+    seen = keys
+    if DECAY_DIM > 1:
+        decay = tl.where((row == here)[:, None], passed[None, :], decay)
+        seen = keys * tl.exp(tl.where((row <= here)[:, None], passed[None, :] - decay, float("-inf")))
+    tl.store(products_ptr + row, tl.sum(seen * own_k[None, :], 1), mask=row < BLOCK)
+    tl.store(products_ptr + BLOCK + row, tl.sum(seen * own_q[None, :], 1), mask=row < BLOCK)
+    tl.store(update_ptr + (SHARED * VALUE_DIM + KEY_DIM) + parts, passed, mask=is_part)
+    tl.store(steps_ptr + 2 * shared, tl.sigmoid(b), mask=is_shared)
+    if DECAY_DIM > 1:
+        own_k, own_q = own_k * tl.exp(passed), own_q * tl.exp(passed)
+        tl.store(steps_ptr + 2 * shared + 1, tl.zeros_like(b), mask=is_shared)
+    else:
+        tl.store(steps_ptr + 2 * shared + 1, passed, mask=is_shared)
+    tl.store(vector_ptr + dims, own_k, mask=is_dim)
+    tl.store(vector_ptr + KEY_DIM + dims, own_q, mask=is_dim)
+    return tl.where(here == BLOCK - 1, 0.0, keys), decay, passed
 
 
 @triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
 def _round_kernel(
     out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 1 + DECAY_DIM)], written
     updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
     states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
     vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32
-    values_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM] float32
     steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32
+    v_ptr,  # [num_tokens, HEADS, SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
+    taps_ptr,  # [HEADS, TAPS, 2 * KEY_DIM + SHARED * VALUE_DIM] float32
     seq_lens_ptr,  # [num_seqs] int64
     table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
     query_len,
     num_slots,  # of a sequence
     table_stride,
+    token_stride,
+    QKV_HEAD: tl.constexpr,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     DECAY_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     UPDATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -334,6 +317,7 @@ def _round_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NEW: tl.constexpr,  # rows of a round at most
+    SINGLE: tl.constexpr,  # a round has one row
     EARLY: tl.constexpr,  # pages are read before the kernel before ends
     DEPENDENT: tl.constexpr,
 ):
@@ -360,24 +344,147 @@ def _round_kernel(
     decay = tl.zeros([ROWS], tl.float32)
     if DECAY_DIM == 1:
         decay = tl.load(at + (SHARED * VALUE_DIM + KEY_DIM) + shared, mask=is_old, other=0.0)
+    values, taps = _values(rows_ptr, taps_ptr, before, place, start - edge, edge > 0, head, shared, columns, is_column,
+                           SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
     if DEPENDENT and EARLY:
         gdc_wait()
-    out_ptr += value_head * VALUE_DIM
-    _rows_of_block(out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, low, high, updates, decay,
-                   first_token, start, tl.minimum(stop, edge + BLOCK), edge, place, value_head, columns, is_column,
-                   HEADS, SHARED, KEY_DIM, VALUE_DIM, UPDATE_WIDTH, BLOCK, ROWS)  # fmt: skip
+    v_ptr += head * QKV_HEAD
+    _rows_of_block(out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high, updates,
+                   decay, values, taps, first_token, start, tl.minimum(stop, edge + BLOCK), edge, place, value_head,
+                   columns, is_column, token_stride, HEADS, SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, UPDATE_WIDTH,
+                   BLOCK, ROWS, SINGLE)  # fmt: skip
     for _ in range(start // BLOCK, stop // BLOCK):  # blocks that the round completes
         edge += BLOCK
         after = places(edge, edge < stop, pages_ptr, head, HEADS, PAGE_SIZE)
-        _next_block(out_ptr, states_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, before, place,
-                    after, first_token + edge - start, edge, stop, value_head, part, HEADS, SHARED, KEY_DIM, VALUE_DIM,
-                    DECAY_DIM, UPDATE_WIDTH, BLOCK, ROWS, STATE_PART, BLOCK_K, BLOCK_V)  # fmt: skip
+        _next_block(out_ptr, states_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, taps_ptr,
+                    before, place, after, first_token + edge - start, edge, stop, value_head, part, token_stride, HEADS,
+                    SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, UPDATE_WIDTH, BLOCK, ROWS, STATE_PART, BLOCK_K,
+                    BLOCK_V, SINGLE)  # fmt: skip
         before, place = place, after
     new = tl.arange(0, NEW)
     is_lost = (new >= stop - start) & (new < query_len)  # without a slot
-    lost_ptr = out_ptr + (first_token + new)[:, None] * (HEADS * SHARED * VALUE_DIM) + columns[None, :]
+    lost_ptr = out_ptr + ((first_token + new) * (HEADS * SHARED) + value_head)[:, None] * VALUE_DIM + columns[None, :]
     nothing = tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty)
     tl.store(lost_ptr, nothing, mask=is_lost[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=("num_slots", "table_stride"))
+def _step_kernel(
+    out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
+    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
+    q_ptr,  # [num_tokens, HEADS, KEY_DIM], tokens token_stride and heads QKV_HEAD apart
+    k_ptr,  # likewise
+    v_ptr,  # [num_tokens, HEADS, SHARED * VALUE_DIM], likewise
+    b_ptr,  # [num_tokens, HEADS, SHARED], tokens b_stride and heads B_HEAD apart
+    a_ptr,  # [num_tokens, HEADS, SHARED], tokens a_stride and heads A_HEAD apart
+    taps_ptr,  # [HEADS, TAPS, 2 * KEY_DIM + SHARED * VALUE_DIM] float32
+    a_log_ptr,  # [HEADS, SHARED] float32
+    dt_bias_ptr,  # [HEADS, SHARED] float32
+    seq_lens_ptr,  # [num_seqs] int64
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    num_slots,  # of a sequence
+    table_stride,
+    token_stride,
+    b_stride,
+    a_stride,
+    QKV_HEAD: tl.constexpr,
+    B_HEAD: tl.constexpr,
+    A_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,  # 1
+    TAPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of a block, and half as many as BLOCK_K
+    STATE_PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,  # as many as warps, so that a warp convolves the row
+    EARLY: tl.constexpr,  # pages are read before the kernel before ends
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs). Programs of a key head compute and store the same
+    key, each for itself."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
+    NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
+    head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
+    pages_ptr = table_ptr + seq * table_stride
+    start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - 1, 0)
+    columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    row, group, dims = tl.arange(0, ROWS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
+    is_column, is_dim, is_new, edge = columns < VALUE_DIM, dims < KEY_DIM, group < 1, start // BLOCK * BLOCK
+    has_slot, here, is_old = start < num_slots, start - edge, row < start - edge
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if not EARLY:
+            gdc_wait()
+    before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
+    place = places(edge, has_slot, pages_ptr, head, HEADS, PAGE_SIZE)
+    low, high = _state(states_ptr + before * STATE_PART, edge > 0, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
+    at = updates_ptr + (place + row) * UPDATE_WIDTH
+    updates = tl.load(at[:, None] + (shared * VALUE_DIM + columns)[None, :], mask=is_old[:, None] & is_column[None, :],
+                      other=0.0)  # fmt: skip
+    keys = tl.load(
+        at[:, None] + (SHARED * VALUE_DIM + dims)[None, :], mask=is_old[:, None] & is_dim[None, :], other=0.0
+    )
+    decays_ptr = updates_ptr + place * UPDATE_WIDTH + (SHARED * VALUE_DIM + KEY_DIM) + shared
+    decay = tl.load(decays_ptr + row * UPDATE_WIDTH, mask=is_old, other=0.0)
+    passed = tl.load(decays_ptr + (here - 1) * UPDATE_WIDTH, mask=here > 0, other=0.0)
+    a_log, dt_bias = tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head)
+    values, taps = _values(rows_ptr, taps_ptr, before, place, here, edge > 0, head, shared, columns, is_column,
+                           SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
+    taps_ptr += head * CHANNELS * TAPS
+    block_ptr, before_ptr = rows_ptr + place * WIDTH, rows_ptr + (before + BLOCK) * WIDTH
+    k = old_part(here + group, is_new, KEY_DIM + dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, here, CHANNELS,
+                 WIDTH, TAPS)  # fmt: skip
+    q = old_part(here + group, is_new, dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, here, CHANNELS, WIDTH, TAPS)
+    if DEPENDENT and EARLY:
+        gdc_wait()
+    q_ptr += seq * token_stride + head * QKV_HEAD
+    k_ptr += seq * token_stride + head * QKV_HEAD - KEY_DIM  # channels of keys stand behind those of queries
+    a_ptr += seq * a_stride + head * A_HEAD + shared
+    b_ptr += seq * b_stride + head * B_HEAD + shared
+    new = tl.load(
+        v_ptr + seq * token_stride + head * QKV_HEAD + shared * VALUE_DIM + columns, mask=is_column, other=0.0
+    )
+    a, b = tl.load(a_ptr), tl.load(b_ptr)
+    k = unit(new_part(k, group, is_new, KEY_DIM + dims, is_dim, k_ptr, taps_ptr, token_stride, CHANNELS, TAPS))
+    q = unit(new_part(q, group, is_new, dims, is_dim, q_ptr, taps_ptr, token_stride, CHANNELS, TAPS)) * KEY_DIM**-0.5
+    passed = passed + decays(a.to(tl.float32), True, a_log, dt_bias)
+    k, q = tl.sum(tl.where(is_new[:, None], k, 0.0), 0), tl.sum(tl.where(is_new[:, None], q, 0.0), 0)
+    keys = tl.where((row == here)[:, None], k[None, :], keys)
+    of_k, of_q = tl.sum(keys * k[None, :], 1), tl.sum(keys * q[None, :], 1)
+    of_own = tl.sum(tl.where(row == here, of_q, 0.0), 0)
+    low_k, high_k = tl.split(tl.trans(tl.reshape(k, [2, ROWS])))
+    low_q, high_q = tl.split(tl.trans(tl.reshape(q, [2, ROWS])))
+    own = (new, tl.sigmoid(b.to(tl.float32)), passed, of_own, low_k, low_q, high_k, high_q,
+           tl.where(is_old, of_k, 0.0), tl.where(is_old, of_q, 0.0))  # fmt: skip
+    row_ptr, update_ptr = block_ptr + here * WIDTH, updates_ptr + (place + here) * UPDATE_WIDTH
+    at = seq * (HEADS * SHARED * VALUE_DIM) + value_head * VALUE_DIM + columns
+    if has_slot:
+        _one_row(out_ptr + at, row_ptr + (2 * KEY_DIM + shared * VALUE_DIM) + columns,
+                 update_ptr + shared * VALUE_DIM + columns, low, high, updates, decay, values, taps, own, here,
+                 is_column, KEY_DIM, TAPS, ROWS)  # fmt: skip
+        tl.store(update_ptr + SHARED * VALUE_DIM + dims, k, mask=is_dim)
+        tl.store(update_ptr + (SHARED * VALUE_DIM + KEY_DIM) + shared, passed)
+        tl.store(row_ptr + dims, tl.load(q_ptr + dims, mask=is_dim), mask=is_dim)
+        tl.store(row_ptr + KEY_DIM + dims, tl.load(k_ptr + KEY_DIM + dims, mask=is_dim), mask=is_dim)
+        tl.store(row_ptr + CHANNELS + shared, b)
+        tl.store(row_ptr + CHANNELS + SHARED + shared, a)
+    else:
+        tl.store(out_ptr + at, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=is_column)
+    if has_slot & (here == BLOCK - 1):
+        tl.debug_barrier()  # keys, decays and updates are stored
+        _advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > 0, shared, columns, is_column,
+                 SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
 
 
 @triton.jit
@@ -398,63 +505,148 @@ def _state(
 
 
 @triton.jit
+def _values(
+    rows_ptr, taps_ptr, before, place, here, has_before, head, shared, columns, is_column, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return what the convolution of values at row `here` of a block reads: the TAPS - 1 rows before, and TAPS weights,
+    each some columns [BLOCK_V] float32."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    channels = 2 * KEY_DIM + shared * VALUE_DIM + columns
+    values, taps = (), ()
+    for tap in tl.static_range(TAPS - 1):
+        at = here - (TAPS - 1) + tap
+        old = tl.where(at >= 0, place, before + BLOCK) + at
+        x = tl.load(rows_ptr + old * (CHANNELS + SHARED * (1 + DECAY_DIM)) + channels,
+                    mask=is_column & ((at >= 0) | has_before), other=0.0)  # fmt: skip
+        values += (x.to(tl.float32),)
+    for tap in tl.static_range(TAPS):
+        taps += (tl.load(taps_ptr + (head * TAPS + tap) * CHANNELS + channels, mask=is_column, other=0.0),)
+    return values, taps
+
+
+@triton.jit
 def _rows_of_block(
-    out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, low, high, updates, decay, first_token,
-    start, stop, edge, place, value_head, columns, is_column, HEADS: tl.constexpr, SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high, updates, decay, values,
+    taps, first_token, start, stop, edge, place, value_head, columns, is_column, token_stride, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    """Store values, updates and outputs of new rows of one block, which follow the old rows that have `updates` [ROWS,
+    BLOCK_V] and `decay` [ROWS]. `low` and `high`: the state before the block, as `_state` returns it. `values` and
+    `taps`: as `_values` returns them for the first new row. What a row needs is loaded while the row before is
+    computed."""
+    WIDTH: tl.constexpr = 2 * KEY_DIM + SHARED * (VALUE_DIM + 1 + DECAY_DIM)
+    vectors_ptr += (first_token * HEADS + value_head // SHARED) * (2 * KEY_DIM)
+    products_ptr += (first_token * HEADS + value_head // SHARED) * (2 * BLOCK)
+    steps_ptr += (first_token * (HEADS * SHARED) + value_head) * 2
+    out_ptr += (first_token * (HEADS * SHARED) + value_head) * VALUE_DIM + columns
+    of_values = value_head % SHARED * VALUE_DIM + columns
+    v_ptr += first_token * token_stride + of_values
+    rows_ptr += 2 * KEY_DIM + of_values
+    updates_ptr += of_values
+    num_new, here = stop - start, start - edge
+    own = _row(vectors_ptr, products_ptr, v_ptr, steps_ptr, here, num_new > 0, is_column, KEY_DIM, BLOCK, ROWS)
+    if SINGLE:
+        _one_row(out_ptr, rows_ptr + (place + here) * WIDTH, updates_ptr + (place + here) * UPDATE_WIDTH, low, high,
+                 updates, decay, values, taps, own, here, is_column & (num_new > 0), KEY_DIM, TAPS, ROWS)  # fmt: skip
+    else:
+        for number in range(num_new):
+            row, after = own, number + 1
+            own = _row(vectors_ptr + after * (2 * HEADS * KEY_DIM), products_ptr + after * (2 * HEADS * BLOCK),
+                       v_ptr + after * token_stride, steps_ptr + after * (2 * HEADS * SHARED), here + 1,
+                       after < num_new, is_column, KEY_DIM, BLOCK, ROWS)  # fmt: skip
+            updates, decay, values = _one_row(
+                out_ptr + number * (HEADS * SHARED * VALUE_DIM), rows_ptr + (place + here) * WIDTH,
+                updates_ptr + (place + here) * UPDATE_WIDTH, low, high, updates, decay, values, taps, row, here,
+                is_column, KEY_DIM, TAPS, ROWS,
+            )  # fmt: skip
+            here += 1
+
+
+@triton.jit
+def _one_row(
+    out_ptr, row_ptr, update_ptr, low, high, updates, decay, values, taps, own, here, is_column, KEY_DIM: tl.constexpr,
+    TAPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the values, the update and the output of a row, whose pointers are its own. `own`: as `_row` returns it.
+    Return `updates`, `decay` and `values` with this row."""
+    row = tl.arange(0, ROWS)
+    new, beta, passed, of_own, k, q, further_k, further_q, of_k, of_q = own
+    faded = tl.exp(passed)
+    from_k, from_q = low * (k * faded)[:, None], low * (q * faded)[:, None]
+    if KEY_DIM > ROWS:
+        from_k += high * (further_k * faded)[:, None]
+        from_q += high * (further_q * faded)[:, None]
+    between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
+    from_k += updates * (of_k * between)[:, None]
+    from_q += updates * (of_q * between)[:, None]
+    tl.store(row_ptr, new, mask=is_column)
+    window = values + (new.to(tl.float32),)  # noqa: RUF005
+    values, mixed = (), tl.zeros(new.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        mixed += window[tap] * taps[tap]
+        if tap > 0:
+            values += (window[tap],)
+    known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
+    update = beta * (mixed * tl.sigmoid(mixed) - known)
+    tl.store(out_ptr, (output + of_own * update).to(out_ptr.dtype.element_ty), mask=is_column)
+    tl.store(update_ptr, update, mask=is_column)
+    updates = tl.where((row == here)[:, None], update[None, :], updates)
+    return updates, tl.where(row == here, passed, decay), values
+
+
+@triton.jit
+def _row(
+    vector_ptr, products_ptr, v_ptr, steps_ptr, here, is_row, is_column, KEY_DIM: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store updates and outputs of new rows of one block, which follow the old rows that have `updates` [ROWS, BLOCK_V]
-    and `decay` [ROWS]. `low` and `high`: the state before the block, as `_state` returns it."""
-    head, shared, row = value_head // SHARED, value_head % SHARED, tl.arange(0, ROWS)
-    is_low, is_high = row < KEY_DIM, row + ROWS < KEY_DIM
-    for number in range(stop - start):
-        here, of_head = start + number - edge, (first_token + number) * HEADS + head
-        of_value_head = of_head * SHARED + shared
-        vector_ptr, pairs_ptr = vectors_ptr + of_head * (2 * KEY_DIM) + row, products_ptr + of_head * (2 * BLOCK)
-        beta, passed = tl.load(steps_ptr + of_value_head * 2), tl.load(steps_ptr + of_value_head * 2 + 1)
-        k, q = tl.load(vector_ptr, mask=is_low, other=0.0), tl.load(vector_ptr + KEY_DIM, mask=is_low, other=0.0)
-        of_k = tl.load(pairs_ptr + row, mask=row < here, other=0.0)
-        of_q = tl.load(pairs_ptr + BLOCK + row, mask=row < here, other=0.0)
-        own = tl.load(pairs_ptr + BLOCK + here)
-        v = tl.load(values_ptr + of_value_head * VALUE_DIM + columns, mask=is_column, other=0.0)
-        from_k, from_q = low * k[:, None], low * q[:, None]
-        if KEY_DIM > ROWS:
-            from_k += high * tl.load(vector_ptr + ROWS, mask=is_high, other=0.0)[:, None]
-            from_q += high * tl.load(vector_ptr + (KEY_DIM + ROWS), mask=is_high, other=0.0)[:, None]
-        between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
-        from_k = from_k * tl.exp(passed) + updates * (of_k * between)[:, None]
-        from_q = from_q * tl.exp(passed) + updates * (of_q * between)[:, None]
-        known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
-        update = beta * (v - known)
-        output = (output + own * update).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (first_token + number) * (HEADS * SHARED * VALUE_DIM) + columns, output, mask=is_column)
-        tl.store(updates_ptr + (place + here) * UPDATE_WIDTH + shared * VALUE_DIM + columns, update, mask=is_column)
-        updates = tl.where((row == here)[:, None], update[None, :], updates)
-        decay = tl.where(row == here, passed, decay)
+    """Load what a new row of some columns needs, if there is one: its values [BLOCK_V] before the convolution, beta,
+    the decay since the edge, the product of its query and key, its key and query, [ROWS] each, their numbers from ROWS
+    on likewise, and their products with the `here` rows before it in the block, [ROWS] each."""
+    row = tl.arange(0, ROWS)
+    is_low, is_high, is_seen = is_row & (row < KEY_DIM), is_row & (row + ROWS < KEY_DIM), is_row & (row < here)
+    new = tl.load(v_ptr, mask=is_row & is_column, other=0.0)
+    beta, passed = tl.load(steps_ptr, mask=is_row, other=0.0), tl.load(steps_ptr + 1, mask=is_row, other=0.0)
+    of_own = tl.load(products_ptr + BLOCK + here, mask=is_row, other=0.0)
+    k, q = (
+        tl.load(vector_ptr + row, mask=is_low, other=0.0),
+        tl.load(vector_ptr + KEY_DIM + row, mask=is_low, other=0.0),
+    )
+    further_k, further_q = k, q
+    if KEY_DIM > ROWS:
+        further_k = tl.load(vector_ptr + ROWS + row, mask=is_high, other=0.0)
+        further_q = tl.load(vector_ptr + (KEY_DIM + ROWS) + row, mask=is_high, other=0.0)
+    of_k = tl.load(products_ptr + row, mask=is_seen, other=0.0)
+    of_q = tl.load(products_ptr + BLOCK + row, mask=is_seen, other=0.0)
+    return new, beta, passed, of_own, k, q, further_k, further_q, of_k, of_q
 
 
 @triton.jit(noinline=True)
 def _next_block(
-    out_ptr, states_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, before, place, after,
-    first_token, edge, stop, value_head, part, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STATE_PART: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    out_ptr, states_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, taps_ptr, before, place,
+    after, first_token, edge, stop, value_head, part, token_stride, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STATE_PART: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Store the state behind the block at `place`, whose last row is stored, and then go on with the rows from `edge`
     on, which lie at `after`. `before`: the place of the state before. This is rare. As a function of its own it takes
     no registers from the rest of the kernel."""
-    shared, columns = value_head % SHARED, part * BLOCK_V + tl.arange(0, BLOCK_V)
+    head, shared, columns = value_head // SHARED, value_head % SHARED, part * BLOCK_V + tl.arange(0, BLOCK_V)
     is_column = columns < VALUE_DIM
-    tl.debug_barrier()  # updates are stored
+    tl.debug_barrier()  # rows and updates are stored
     _advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > BLOCK, shared, columns, is_column,
              SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
-    tl.debug_barrier()
-    low, high = _state(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
-    _rows_of_block(out_ptr, vectors_ptr, products_ptr, values_ptr, steps_ptr, updates_ptr, low, high,
-                   tl.zeros_like(low), tl.zeros([ROWS], tl.float32), first_token, edge, tl.minimum(stop, edge + BLOCK),
-                   edge, after, value_head, columns, is_column, HEADS, SHARED, KEY_DIM, VALUE_DIM, UPDATE_WIDTH, BLOCK,
-                   ROWS)  # fmt: skip
+    if not SINGLE:
+        tl.debug_barrier()
+        low, high = _state(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
+        values, taps = _values(rows_ptr, taps_ptr, place, after, 0, True, head, shared, columns, is_column, SHARED,
+                               KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
+        _rows_of_block(out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high,
+                       tl.zeros_like(low), tl.zeros([ROWS], tl.float32), values, taps, first_token, edge,
+                       tl.minimum(stop, edge + BLOCK), edge, after, value_head, columns, is_column, token_stride, HEADS,
+                       SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, UPDATE_WIDTH, BLOCK, ROWS, False)  # fmt: skip
 
 
 @triton.jit

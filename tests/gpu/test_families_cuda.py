@@ -30,6 +30,7 @@ NUM_TOKENS = 70
 # sum), so this is frequent, and some rows choose another expert. On a CPU an error of that size has the same effect.
 EXACT, ROUNDED, BY_TENSOR_CORES = (1e-3, 4e-3), (2e-3, 0.5), (0.3, 4.0)
 IN_16_BITS = (0.2, 4.5)  # each sum and each number between kernels is rounded; some rows choose another expert
+OTHER_EXPERTS = (0.4, 9.0)  # a state keeps what another expert did to a row: 0.23 and 6.8 on a CPU in bfloat16
 SENSITIVE = (0.8, 4.5)  # on a CPU, noise of 1e-4 in the embedding moves such logits by 0.74 (median) and 4.1 (maximum)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
@@ -164,13 +165,12 @@ def test_logits(name: str, checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "deepseek_v4"])
-def test_logits_in_16_bits(name: str, checkpoint: Checkpoint, request: pytest.FixtureRequest) -> None:
+def test_logits_in_16_bits(name: str, checkpoint: Checkpoint) -> None:
     """Other kernels serve than in float32, with a family's own dtypes of norms, tables and states."""
-    if name in ("qwen3_next", "qwen3_5", "kimi_linear"):
-        reason = "heads of 12 and 10 numbers are wrong in 16 bits; ModelConfig.unproven_on_gpu refuses them"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     family, config = FAMILIES.get(name, (name, {}))
     bounds = SENSITIVE if name == "glm_moe_dsa" else IN_16_BITS  # picks of few keys
+    if name in ("qwen3_next", "kimi_linear"):
+        bounds = OTHER_EXPERTS
     check_logits(checkpoint(family, "bfloat16", **config), bounds, dtype="bfloat16")
 
 

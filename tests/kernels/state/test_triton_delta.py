@@ -13,7 +13,6 @@ from triton_device import DEVICE, random
 pytest.importorskip("triton")
 
 from baton.kernels.products.norm import Norm
-from baton.kernels.state import triton_delta_round
 from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule
 from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools
 from baton.kernels.state.triton_delta_gate import gate_heads
@@ -140,12 +139,11 @@ def test_rounds_are_the_text_however_many_rows_they_have(page_size: int) -> None
     text.check(0, num)
 
 
-def test_bits_of_a_round_depend_neither_on_its_rows_nor_on_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of 1, 2 and 11 rows over an edge, of one sequence and of two, by programs for both and for each."""
+def test_bits_of_a_round_depend_neither_on_its_rows_nor_on_other_sequences() -> None:
+    """Rounds of 1, 2 and 11 rows over an edge, of one sequence, for which one kernel does the work of two, and more."""
     sizes = Sizes(num_heads=1, page_size=16, key_dim=20)
     found: list[Texts] = []
-    for round_len, num_seqs, most_split in ((1, 1, 8), (2, 2, 0), (11, 1, 0), (11, 2, 8)):
-        monkeypatch.setattr(triton_delta_round, "MOST_SPLIT", most_split)
+    for round_len, num_seqs in ((1, 1), (1, 3), (2, 2), (11, 1), (11, 2)):
         found.append(Texts(sizes, 22, num_seqs))
         for start in range(0, 22, round_len):
             found[-1].run([(start, start + round_len)] * num_seqs, is_round=True)
@@ -195,15 +193,18 @@ def test_states_that_decay_by_channel() -> None:
     text.check(0, 70)
 
 
-@pytest.mark.parametrize("decay_dim", [1, 12])
-def test_factors_of_16_bits_stay_near(decay_dim: int) -> None:
-    """A prompt, a round over an edge, and a chunk from the edge once more, with inputs of bfloat16."""
+@pytest.mark.parametrize(("decay_dim", "page_size"), [(1, 64), (12, 16)])
+def test_factors_of_16_bits_stay_near(decay_dim: int, page_size: int) -> None:
+    """A prompt, a round over an edge, and a chunk from the edge once more, with inputs of bfloat16. A GPU has other
+    products for blocks of 64 rows."""
     num_shared = 2 if decay_dim == 1 else 1
-    text = Texts(Sizes(num_shared=num_shared, decay_dim=decay_dim, page_size=16, dtype=torch.bfloat16), 60)
-    text.run([(0, 30)], is_round=False)
-    text.run([(30, 35)], is_round=True)
-    text.run([(35, 60)], is_round=False)
-    text.check(0, 60)
+    sizes = Sizes(num_shared=num_shared, decay_dim=decay_dim, page_size=page_size, dtype=torch.bfloat16)
+    first = page_size - 2
+    text = Texts(sizes, page_size + 12)
+    text.run([(0, first)], is_round=False)
+    text.run([(first, first + 5)], is_round=True)
+    text.run([(first + 5, page_size + 12)], is_round=False)
+    text.check(0, page_size + 12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -349,14 +349,20 @@ def _delta() -> None:
         of_inputs = {"QKV_HEAD": 772 if decay_dim == 1 else 128, "B_HEAD": 772 if decay_dim == 1 else 1, "TAPS": 4}
         of_inputs |= {"A_HEAD": 772 if decay_dim == 1 else 128, "token_stride": token_stride, "b_stride": token_stride}
         of_inputs |= {"a_stride": token_stride if decay_dim == 1 else 4096}
-        both = {**sizes, "ROWS": 64, "EARLY": True, "DEPENDENT": True}
-        of_round, num_warps = types | {"values": "*fp32"}, 4 if decay_dim == 1 else 8
-        constants = {**both, **of_inputs, "WHOLE_V": 128, "GROUP": num_warps, "SPLIT": False}
-        kernel, launch = triton_delta_round._rows_kernel, {"num_stages": 1, "maxnreg": 128}
-        print(f"rows{words}", compiled_bytes(kernel, constants, of_round, num_warps=num_warps, **launch))
-        constants = {**both, "BLOCK_V": 32, "STATE_PART": 256 * shared, "NEW": 16}
-        kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": 96}
-        print(f"round{words}", compiled_bytes(kernel, constants, of_round, num_warps=4, **launch))
+        both = {**sizes, "QKV_HEAD": of_inputs["QKV_HEAD"], "TAPS": 4, "ROWS": 64, "EARLY": True, "DEPENDENT": True}
+        num_warps, registers = triton_delta_round.TILE_OF_KEYS
+        constants = {**both, **of_inputs, "BLOCK_S": shared, "GROUP": num_warps}
+        kernel, launch = triton_delta_round._rows_kernel, {"num_stages": 1, "maxnreg": registers}
+        print(f"rows{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
+        block_v, num_warps, registers = triton_delta_round.TILE_OF_STATE
+        constants = {**both, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "token_stride": token_stride}
+        constants |= {"NEW": 16, "SINGLE": False}
+        kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": registers}
+        print(f"round{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
+        if decay_dim == 1:
+            constants = {**both, **of_inputs, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "GROUP": num_warps}
+            kernel, launch = triton_delta_round._step_kernel, {"num_stages": 1}
+            print("step", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         of_blocks = {**sizes, "ROWS": 64}
         for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
             own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
