@@ -40,17 +40,29 @@ MOST_AT_A_TIME = 10  # each has its own memory of torch
 NICENESS = 5  # of folders: three quarters of a contested processor go to tests of processes
 EXIT_S = 60  # for processes that tests have left behind, before the kernel ends the room
 LEAVE_S = 30.0  # for processes whose parents have ended
-OPTIONS = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+OPTIONS = [
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-p",
+    "no:xdist.looponfail",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+]
 PASSED, TESTS_FAILED, INTERNAL_ERROR, NO_TESTS = 0, 1, 3, 5  # exit statuses of pytest
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")  # for `pytest --last-failed`: {node id: true}
 _PR_SET_CHILD_SUBREAPER = 36
 _IMPORTED = [
-    *("anyio.pytest_plugin", "hypothesis", "numba", "pytest_asyncio.plugin", "pytest_timeout", "scipy.stats", "torch"),
+    *("_hypothesis_pytestplugin", "anyio.pytest_plugin", "hypothesis", "numba", "pdb", "pytest_asyncio.plugin"),
+    *("pytest_timeout", "scipy.stats", "torch"),
     *("triton_device", "transformers.models.llama.modeling_llama"),  # triton_device comes before transformers
     # clients, which twelve rooms use
     *("anthropic.resources.messages", "openai.resources.chat.completions", "openai.resources.responses"),
+    *("cluster", "node_pair", "quantized", "served", "solo", "ties"),  # of tests/support
 ]
-sys.path += [str(ROOT / "tests/support" / room) for room in ("clusters", "devices")]
+sys.path += map(str, (ROOT / "tests/support").iterdir())
 
 
 @dataclass(frozen=True, slots=True)

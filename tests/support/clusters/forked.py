@@ -11,14 +11,16 @@ release's. Tests of engine/ranks start ranks as a node does.
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from importlib import import_module
 from multiprocessing import connection, forkserver
 from pathlib import Path
@@ -33,17 +35,35 @@ _PRELOAD += ["baton.kernels.numba_kernels", "pytest"]  # pytest: a child imports
 
 
 def preload() -> None:
-    """Import what processes of the command import, and load a kernel: numba sets itself up with the first, which takes
-    longer than the rest of a small node's start. These objects stay, so garbage collection leaves them out."""
+    """Import what processes of the command import, and do once what each of them does first: load a small checkpoint,
+    and compute a prompt and a round. The first time takes longer than the rest of a small node's start. Objects that
+    stay are left out of garbage collection."""
     for name in _PRELOAD:
         import_module(name)
-    import numpy as np
-
-    from baton.kernels.numba_kernels import add_rms_norm
-
-    rows = np.ones((1, 1), np.float32)
-    add_rms_norm(rows, rows, False, rows[0], 1e-6, np.empty_like(rows))
+    # neither a bar of transformers nor a tokenizer starts a thread that forked processes would lack
+    with mock.patch("tqdm.tqdm.monitor_interval", 0), mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="false"):
+        _compute_once()
+    gc.collect()  # its engine had threads of llguidance
     gc.freeze()
+
+
+def _compute_once() -> None:
+    from checkpoints import make_checkpoint
+
+    from baton.decode_node.config import DecodeConfig
+    from baton.engine.pace.padding import measure_costs
+    from baton.engine.rounds.device_executor import executor_of
+    from baton.engine.startup import load_engine
+    from baton.metadata.wire.membership import Hello
+    from baton.metadata.wire.protocol import sinces
+    from baton.router.text.chat_template import ChatTemplate
+
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):  # bars of progress
+        model = make_checkpoint(Path(folder))
+        engine = load_engine(DecodeConfig(router="tcp://127.0.0.1:1", model=str(model), device="cpu", threads=1))
+        measure_costs(executor_of(engine, 1), engine.page_size, engine.page_size)
+        ChatTemplate.of(engine.card)
+        sinces(Hello)
 
 
 def fork_server() -> None:
