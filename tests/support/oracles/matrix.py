@@ -380,7 +380,7 @@ def run_cell(pair: NodePair, cell: Cell, cases: list[Case], place: Place = "remo
         assert num_preempted > 1 and (num_recomputed > 5 or cell.is_hit), (cell, num_preempted, num_recomputed)
     else:
         assert num_preempted == 0 and (num_recomputed > 0) == (place != "remote"), (cell, num_preempted, num_recomputed)
-    least = pair.decode.executor.engine.pool.page_size + 2  # tokens of a prompt that can find a page
+    least = pair.decode.cache.page_size + 2  # tokens of a prompt that can find a page
     num_able = sum(len(case.prompt) >= least for case in cases)
     check_hits(pair, cell, [choice for choices in results for choice in choices], place, num_able)
 
