@@ -13,6 +13,7 @@ from triton_device import DEVICE, random
 pytest.importorskip("triton")
 
 from baton.kernels.products.norm import Norm
+from baton.kernels.state import triton_delta_round
 from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule
 from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools
 from baton.kernels.state.triton_delta_gate import gate_heads
@@ -139,13 +140,16 @@ def test_rounds_are_the_text_however_many_rows_they_have(page_size: int) -> None
     text.check(0, num)
 
 
-def test_bits_of_a_round_depend_neither_on_its_rows_nor_on_other_sequences() -> None:
-    """Rounds of 1, 2 and 11 rows over an edge, of one sequence, for which one kernel does the work of two, and more."""
+def test_bits_of_a_round_depend_neither_on_its_rows_nor_on_other_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 1, 2 and 8 rows over an edge behind one of 12, of one sequence and of two. Rounds of one row by one
+    kernel and by two."""
     sizes = Sizes(num_heads=1, page_size=16, key_dim=20)
     found: list[Texts] = []
-    for round_len, num_seqs in ((1, 1), (1, 3), (2, 2), (11, 1), (11, 2)):
-        found.append(Texts(sizes, 22, num_seqs))
-        for start in range(0, 22, round_len):
+    for round_len, num_seqs, most_steps in ((1, 1, 2), (1, 1, 0), (2, 2, 2), (8, 1, 2), (8, 2, 2)):
+        monkeypatch.setattr(triton_delta_round, "MOST_STEPS", most_steps)
+        found.append(Texts(sizes, 20, num_seqs))
+        found[-1].run([(0, 12)] * num_seqs, is_round=True)
+        for start in range(12, 20, round_len):
             found[-1].run([(start, start + round_len)] * num_seqs, is_round=True)
     for text in found[1:]:
         for pool, expected in zip(text.pools, found[0].pools, strict=True):
