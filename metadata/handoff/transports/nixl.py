@@ -121,7 +121,13 @@ class NixlTransport(Transport):
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._queue and self._ring.num_free and len(self._reads) < MAX_READS)
+        return bool(self._queue and self._ring.num_free and self._has_room)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another page may be read. Those whose bytes are here wait for their generations alone, which come
+        behind the bytes of the others."""
+        return sum(not read.has_bytes for read in self._reads) < MAX_READS
 
     @property
     def is_waiting(self) -> bool:
@@ -150,6 +156,7 @@ class NixlTransport(Transport):
                 continue
             yield self._land(read)
             num_bytes += self.page_bytes
+            self._begin_reads()
 
     def forget(self, unit: Unit) -> None:
         super().forget(unit)
@@ -172,7 +179,7 @@ class NixlTransport(Transport):
             raise TransferError(f"the peer's pools have {welcome.sizes} bytes, pools like ours have {expected}")
 
     def _begin_reads(self) -> None:
-        while self._queue and len(self._reads) < MAX_READS:
+        while self._queue and self._has_room:
             slot = self._ring.take()
             if slot is None:
                 if not self._reads and self._ring.num_quarantined() == self._ring.num_slots:
