@@ -62,6 +62,7 @@ class HandoffClient:
         self._transfers: dict[Unit, Transfer] = {}
         self._events: list[Event] = []
         self._has_more = False
+        self._transport_waits_s: list[float | None] = []  # as of the last poll
         self.num_checksum_failures = 0
         self.dropped = DroppedFrames(logger, "data link")
 
@@ -136,6 +137,7 @@ class HandoffClient:
     def poll(self) -> list[Event]:
         """Receive, copy, check and renew, bounded. Return what happened."""
         self._has_more = False
+        self._transport_waits_s.clear()
         self._links.begin_poll()
         for rank, report in self._team.poll() if self._team.is_used else ():
             link = self._links.by_epoch.get(report.epoch)
@@ -162,9 +164,8 @@ class HandoffClient:
         waits = [link.renewal_at - self.end.clock() for link in self._links if self._transfers_of(link)]
         now = self.end.clock()
         waits += [transfer.until - now for transfer in self._transfers.values() if transfer.is_loan]
-        of_ranks = self._team.wait_s() if self._team.is_used else None
-        if of_ranks is not None:
-            waits.append(of_ranks)
+        of_others = (*self._transport_waits_s, self._team.wait_s() if self._team.is_used else None)
+        waits += [wait_s for wait_s in of_others if wait_s is not None]
         return max(0.0, min(waits)) if waits else None
 
     def allow_for(self, round_trip_s: float) -> None:
@@ -229,7 +230,7 @@ class HandoffClient:
         except OutOfMemory as error:  # each time ends one transfer, so that the others get the memory
             assert link.transport is not None
             self._fail(link.transport.next_unit, str(error), tell=link, code=error.code)
-        self._has_more |= link.transport is not None and link.transport.is_busy
+        self._transport_waits_s += [] if link.transport is None else [link.transport.wait_s]
 
     def _handle(self, link: PullLink, message: ToDecode, data: memoryview | None) -> None:
         match message:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 RING_BYTES = 64 << 20
 MIN_SLOTS = 4
+THREAD_WAKES_US = 1000  # NIXL's thread looks again after so long at the latest; at 0 it never sleeps
 TCP_SEGMENT_BYTES = 256 << 10  # UCX answers a read over TCP in messages of this size, and by default of 8 KiB
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -77,7 +78,7 @@ class PoolAgent:
         """`kind`: of the pools' memory. `generations`: of the pages, int64 [num_counted], in memory of the host.
         `host`: the address at which NIXL listens."""
         self.name, self.generations = name, int(generations.ctypes.data)
-        self._agent = _make_agent(name, host, has_thread=True)  # reads go on while this process computes
+        self._agent = _make_agent(name, host)
         regions: dict[MemoryKind, list[Region]] = {"DRAM": [], "VRAM": []}
         regions[kind] += pools
         if not any(each.address <= self.generations < each.address + each.size for each in regions["DRAM"]):
@@ -112,7 +113,7 @@ class RingAgent:
         self._free = list(range(self.num_slots))
         self._quarantine: list[_Abandoned] = []
         self._leaving: set[str] = set()
-        self._agent = _make_agent(name, host, has_thread=False)
+        self._agent = _make_agent(name, host)
         try:
             self._agent.register_memory([(self._ring.ctypes.data, self._ring.nbytes, 0, "")], "DRAM")
         except Exception as error:
@@ -214,7 +215,9 @@ class RingAgent:
             self._agent.remove_remote_agent(peer)
 
 
-def _make_agent(name: str, host: str, *, has_thread: bool) -> Any:
+def _make_agent(name: str, host: str) -> Any:
+    """Return an agent with a thread of NIXL's, by which reads go on while this process computes. The thread sleeps
+    while nothing comes, for which the Python class of NIXL 1.5 has no option. Raises TransferError."""
     interface = interface_of(host)
     if interface is None:
         raise TransferError(f"NIXL has no interface with the address {host} to listen at")
@@ -224,7 +227,10 @@ def _make_agent(name: str, host: str, *, has_thread: bool) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     api = _api()
     try:
-        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=has_thread, backends=[]))
+        agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+        config = api.nixlBind.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = True, THREAD_WAKES_US
+        agent.agent = api.nixlBind.nixlAgent(name, config)
         agent.create_backend("UCX")
     except Exception as error:
         raise TransferError(f"NIXL does not start: {error}") from error

@@ -9,9 +9,20 @@ from collections.abc import Callable
 import pytest
 from fuzz_buses import MembershipTarget, RouterTarget
 from fuzz_sockets import PagePortTarget, SocketTarget
-from fuzz_targets import DECODERS, ClientTarget, DecoderTarget, GpuClientTarget, RowTarget, ServerTarget, Target
+from fuzz_targets import (
+    DECODERS,
+    ClientTarget,
+    DecoderTarget,
+    GpuClientTarget,
+    NixlClientTarget,
+    RowTarget,
+    ServerTarget,
+    Target,
+)
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+
+from baton.metadata.handoff.nixl_agents import has_nixl
 
 TARGETS: dict[str, Callable[[], Target]] = {
     **{direction: lambda direction=direction: DecoderTarget(direction) for direction in DECODERS},
@@ -19,6 +30,7 @@ TARGETS: dict[str, Callable[[], Target]] = {
     "server": ServerTarget,
     "client": ClientTarget,
     "client on a GPU": GpuClientTarget,
+    **({"client by NIXL": NixlClientTarget} if has_nixl() else {}),
     "membership": MembershipTarget,
     "router": RouterTarget,
     "sockets": SocketTarget,

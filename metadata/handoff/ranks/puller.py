@@ -100,6 +100,7 @@ class RankPuller:
         self._failed: list[FetchFailed] = []
         self._fetched: dict[tuple[str, int], list[_Page]] = {}  # by epoch and number of the fetch
         self._has_more = False
+        self._transport_waits_s: list[float | None] = []  # as of the last poll
         self.dropped = DroppedFrames(logger, "rank link")
 
     def do(self, order: PullOrder) -> None:
@@ -120,6 +121,7 @@ class RankPuller:
     def poll(self) -> list[PullReport]:
         """Receive, copy and check, bounded. Return reports for rank 0."""
         self._has_more = False
+        self._transport_waits_s.clear()
         for links in self._links.values():
             links.begin_poll()
         for epoch, source in list(self._sources.items()):
@@ -138,7 +140,8 @@ class RankPuller:
         """Return how many seconds the loop may wait on the sockets before it must poll; None: no limit."""
         if self._has_more or self._lost or self._failed or self._fetched:
             return 0.0
-        return HELLO_S / 2 if any(source.pages for source in self._sources.values()) else None
+        waits = [HELLO_S / 2] if any(source.pages for source in self._sources.values()) else []
+        return min((each for each in (*waits, *self._transport_waits_s) if each is not None), default=None)
 
     def close(self) -> None:
         """Close all links. No page is written after that."""
@@ -233,7 +236,7 @@ class RankPuller:
         except OutOfMemory as error:
             assert link.transport is not None
             self._fail(source, link.transport.next_unit, error)
-        self._has_more |= link.transport is not None and link.transport.is_busy
+        self._transport_waits_s += [] if link.transport is None else [link.transport.wait_s]
 
     def _land(self, source: _Source, rank: int, landed: Landed) -> None:
         """Take in the part of a page that has come from one rank. Check it if it lies in its pool; else check the page

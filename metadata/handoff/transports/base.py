@@ -205,6 +205,11 @@ class Transport(ABC):
         """Whether the peer owes an answer."""
         return False
 
+    @property
+    def wait_s(self) -> float | None:
+        """How many seconds the loop may wait on the sockets before it calls `step`; None: until something comes."""
+        return 0.0 if self.is_busy else None
+
     def fetch(self, moves: Iterable[Move]) -> None:
         """Queue moves. Their pages land in later calls of `step` or `receive`."""
         self._queue.extend(moves)

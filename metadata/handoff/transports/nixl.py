@@ -30,6 +30,8 @@ from .base import Landed, Move, PullEnd, Transport
 logger = logging.getLogger(__name__)
 
 MAX_READS = 16  # of pages in flight on a link
+SPIN_S = 0.0002  # after a read began or ended, for so long the next end is waited for without sleep
+LOOK_S = 0.001  # then between two looks: NIXL wakes nobody
 _GENERATION_BYTES = 8
 _ALIGNMENT = 64
 
@@ -57,6 +59,7 @@ class NixlTransport(Transport):
         super().__init__(end.memory, end.part)
         self._ring, self._welcome, self._clock = ring, welcome, clock
         self._reads: list[_Read] = []
+        self._moved_at = 0.0  # when a read began or ended last
         self._crowded_since: float | None = None  # when this peer's quarantine took more than half of the ring
         self._is_closed = False
         self._check_sizes()
@@ -118,11 +121,23 @@ class NixlTransport(Transport):
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._reads) or bool(self._queue and self._ring.num_free)
+        return bool(self._queue and self._ring.num_free and self._has_room)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether another page may be read. Those whose bytes are here wait for their generations alone, which come
+        behind the bytes of the others."""
+        return sum(not read.has_bytes for read in self._reads) < MAX_READS
 
     @property
     def is_waiting(self) -> bool:
         return bool(self._reads)
+
+    @property
+    def wait_s(self) -> float | None:
+        if self.is_busy or (self._reads and self._clock() - self._moved_at < SPIN_S):
+            return 0.0
+        return LOOK_S if self._reads or self._queue else None
 
     def step(self, max_bytes: int) -> Iterator[Landed]:
         """Begin reads, and copy pages whose reads are over."""
@@ -135,11 +150,13 @@ class NixlTransport(Transport):
                 continue  # the unit was forgotten, or the link is over
             if not self._ring.is_over(read.handle):
                 continue
+            self._moved_at = self._clock()
             if not read.has_bytes:
                 self._read_generation(read)
                 continue
             yield self._land(read)
             num_bytes += self.page_bytes
+            self._begin_reads()
 
     def forget(self, unit: Unit) -> None:
         super().forget(unit)
@@ -162,7 +179,7 @@ class NixlTransport(Transport):
             raise TransferError(f"the peer's pools have {welcome.sizes} bytes, pools like ours have {expected}")
 
     def _begin_reads(self) -> None:
-        while self._queue and len(self._reads) < MAX_READS:
+        while self._queue and self._has_room:
             slot = self._ring.take()
             if slot is None:
                 if not self._reads and self._ring.num_quarantined() == self._ring.num_slots:
@@ -173,6 +190,7 @@ class NixlTransport(Transport):
             welcome = self._welcome
             handle = self._ring.read(welcome.agent, slot, sources, at, welcome.kind, welcome.gpu)
             self._reads.append(_Read(move, slot, handle))
+            self._moved_at = self._clock()
 
     def _places(self, move: Move) -> tuple[np.ndarray, np.ndarray]:
         """Return where the page lies at the peer, uint64 [n, 2] of address and bytes, and where each piece begins in

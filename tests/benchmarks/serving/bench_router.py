@@ -233,11 +233,11 @@ async def watched(url: str, num_viewers: int, work: Coroutine[Any, Any, T]) -> T
 def added_s(
     sent: list[tuple[list[str], list[float]]], arrived: list[tuple[str, array[float]]], num_tokens: int
 ) -> list[float]:
-    """Return the seconds from decode to client of each token, sorted. The first token came from prefill; the last one's
-    event also holds the finish reason."""
-    sent_at = {rid: times for rids, times in sent for rid in rids}
+    """Return the seconds from decode to client of each token, sorted, but for those of the first tokens, which come
+    from prefill, and of the last ones, with which all requests end at once."""
+    sent_at = {rid: times[:-1] for rids, times in sent for rid in rids}
     return sorted(
-        read - at for rid, times in arrived for at, read in zip(sent_at[rid], times[1:num_tokens], strict=True)
+        read - at for rid, times in arrived for at, read in zip(sent_at[rid], times[1 : num_tokens - 1], strict=True)
     )
 
 

@@ -49,11 +49,12 @@ def hostile_frame(rng: random.Random, message: Any) -> bytes:
             return seal(msgspec.msgpack.encode(tree))
         except (OverflowError, TypeError, ValueError, RecursionError):
             return seal(body)
-    changed = _change_bytes(rng, body)
-    return seal(changed) if way < 0.95 else _change_bytes(rng, seal(body))
+    changed = hostile_bytes(rng, body)
+    return seal(changed) if way < 0.95 else hostile_bytes(rng, seal(body))
 
 
-def _change_bytes(rng: random.Random, data: bytes) -> bytes:
+def hostile_bytes(rng: random.Random, data: bytes) -> bytes:
+    """Return bytes with a few changes."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 5])):
         at = rng.randint(0, max(0, len(changed) - 1))

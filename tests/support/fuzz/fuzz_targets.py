@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_args
 
 import msgspec
 import zmq
-from fuzz_frames import hostile_frame, hostile_frames, noise
+from fuzz_frames import hostile_bytes, hostile_frame, hostile_frames, noise
 from handoff_nodes import SCHEMA, make_client, make_row, make_server, named, peer_of
 from samples import make_sample
 from wire import Wire
@@ -244,7 +244,8 @@ class ClientTarget(Target):
         self.evil = wire.socket(zmq.ROUTER)
         self.evil.bind("tcp://127.0.0.1:*")
         common: dict[str, Any] = {"context": wire, "clock": self.clock, "has_gpu": self.has_gpu}
-        self.server, self.source = make_server(**common)  # whose memory it offers
+        names = self.transports if "nixl" in self.transports else ("cuda", "local", "zmq")
+        self.server, self.source = make_server(**common, transports=names)  # whose memory it offers
         self.client, self.target = make_client(**common, transports=self.transports)
         self.guard = [pool.pages.copy() for pool in self.target]
         self.claims: dict[Unit, str] = {}
@@ -377,3 +378,32 @@ class GpuClientTarget(ClientTarget):
 
     def _checksums(self, sources: list[int]) -> bytes:
         return b"".join(self.source[0].device.digest(sources))
+
+
+class NixlClientTarget(ClientTarget):
+    """A ClientTarget whose peer says welcomes for NIXL. Reads go to a real agent, of this process."""
+
+    name = "handoff client by NIXL"
+    transports = ("nixl", "zmq")
+
+    def _welcome(self, rng: random.Random, epoch: str) -> m.LinkWelcome:
+        welcome, pages, memory = super()._welcome(rng, epoch), self.server._pages, self.server.end.memory
+        if rng.random() < 0.1:
+            return welcome
+        assert pages.agent is not None, "NIXL did not start"
+        addresses = pages.readable.addresses
+        fields = msgspec.structs.asdict(welcome) | {"transport": "nixl", "sizes": tuple(pool.size for pool in memory)}
+        fields |= {"agent": pages.agent.name, "metadata": pages.agent.metadata}
+        fields |= {"pools": addresses, "generations": pages.agent.generations}
+        changes: list[dict[str, Any]] = [
+            {},
+            {"agent": rng.choice(["another", ""])},
+            {"metadata": rng.choice([hostile_bytes(rng, pages.agent.metadata), noise(rng), b""])},
+            {"pools": tuple(rng.choice([0, 4096, each - 64, each + 64, 2**62]) for each in addresses)},
+            {"pools": rng.choice([(), addresses * 2])},
+            {"generations": rng.choice([0, addresses[0] - 8, 2**62])},
+            {"sizes": rng.choice([(), (0,), (2**62,)])},
+            {"num_pages": rng.choice([0, 31, 33, 2**31])},
+            {"kind": "VRAM", "gpu": rng.choice([0, 7])},
+        ]
+        return m.NixlWelcome(**fields | rng.choices(changes, [8, *[1] * (len(changes) - 1)])[0])
