@@ -106,7 +106,7 @@ class EngineConfig(NodeConfig):
         metavar="DIR",
     )
     disk_cache_gb: float = setting(
-        64.0, "of these files, keep so many gigabytes (10^9 bytes) for each rank with pages of its own", metavar="GB"
+        64.0, "of these files, keep so many gigabytes (10^9 bytes); with --dp-attention, for each rank", metavar="GB"
     )
     disk_cache_ttl: float = setting(86400.0, "remove files that were not used for so many seconds", metavar="SECONDS")
     tune: bool = setting(
@@ -174,10 +174,6 @@ class EngineConfig(NodeConfig):
         if self.disk_cache is not None and self.host_cache_gb is None:
             raise ConfigError(
                 f"--disk-cache {self.disk_cache} needs --host-cache-gb: pages go to files by way of host memory"
-            )
-        if self.disk_cache is not None and self.tp > 1:
-            raise ConfigError(
-                f"--disk-cache {self.disk_cache} does not work with tp {self.tp} yet: leave one of the two out"
             )
         for name in ("host_cache_gb", "disk_cache_gb", "disk_cache_ttl"):
             if (value := getattr(self, name)) is not None and not value > 0:

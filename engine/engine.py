@@ -258,17 +258,17 @@ class Engine:
         self.pool = PagePool(num_pages, page_size, self.memory[0].generations, num_tails=num_tails)
         self.cache = PrefixCache(self.pool, self.schema.key_lookahead, enabled=config.prefix_cache)
 
-    def open_tier(self, num_bytes: int) -> None:
+    def open_tier(self, num_bytes: int, *, is_shared: bool = False) -> None:
         """Give the prefix cache a host tier of `num_bytes` bytes, with tail pages in the proportion of the pools. Call
-        it when the pools have their size."""
+        it when the pools have their size. `is_shared`: rank 0 of this node maps the slots, too."""
         got = grant(num_bytes, is_pinned=self.kind.is_apart)
         fitting = got.num_bytes * self.pool.num_pages // self.bytes_of(self.pool.num_pages)
         num_slots = self._ranks.least(fitting)
         num_tails = num_slots * self.pool.num_tails // self.pool.num_pages
         if self.kind.is_apart:
-            copies = CudaCopies(self._pools, self.memory, num_slots, num_tails)
+            copies = CudaCopies(self._pools, self.memory, num_slots, num_tails, is_shared=is_shared)
         else:
-            copies = HostCopies(self.memory, num_slots, num_tails)
+            copies = HostCopies(self.memory, num_slots, num_tails, is_shared=is_shared)
         self.cache.tier = HostTier(copies)
         words = f"host tier: {size_in_words(num_bytes)} asked for, {num_slots} pages and {num_tails} tail pages"
         if got.reason:

@@ -76,9 +76,11 @@ def load_engine(
             fit_pools(engine, config, rehearse)
         engine.warm_up(config.chunk(engine.device.type))
         if config.host_cache_gb is not None:
-            engine.open_tier(int(config.host_cache_gb * 1e9) // config.num_ranks)
-            if config.disk_cache is not None:
-                open_disk_tier(engine, config.disk_cache, int(config.disk_cache_gb * 1e9), config.disk_cache_ttl)
+            has_files = config.disk_cache is not None
+            is_shared = has_files and config.tp > 1 and ranks.group.rank > 0
+            engine.open_tier(int(config.host_cache_gb * 1e9) // config.num_ranks, is_shared=is_shared)
+            if has_files and config.tp == 1:  # otherwise rank 0 opens the files when it knows the slots of all
+                open_disk_tier(engine, config)
     logger.info(
         "%s ready on %s in %s: %d pages of %d tokens, %.1f s",
         engine.card.name,

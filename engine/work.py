@@ -243,6 +243,12 @@ class StorePages:
 
 
 @dataclass(frozen=True, slots=True)
+class ShareSlots:
+    """The rank reports where its slots lie (engine/ranks/rank_copies.py), and counts the copies that it does from now
+    on."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadPages:
     """A call of `PageCopies.load`."""
 

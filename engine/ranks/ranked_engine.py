@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 import torch
 
 from ...metadata.errors import ConfigError, TransferError
@@ -32,15 +33,18 @@ from ..prompts.prompts import Prompts
 from ..rounds.device_executor import executor_of
 from ..startup import load_engine, new_epoch, rank_id
 from ..state.mapped_blocks import MappedBlocks
-from ..work import Chunk, Forget, LoadPages, Round, StorePages, WarmUp
+from ..tiers.cuda_copies import CudaCopies
+from ..tiers.host_copies import HostCopies
+from ..tiers.opening import open_disk_tier
+from ..work import Chunk, Forget, LoadPages, Round, ShareSlots, StorePages, WarmUp
 from .board import Board
 from .cuda_group import CudaGroup
 from .devices import check_devices, orders, see
 from .group import START_TIMEOUT_S, TIMEOUT_S, CpuGroup, Group
 from .handoff_line import RankHandoff
 from .handoffs import begin
-from .processes import ARRIVED, READY, RankProcesses
-from .rank_copies import RankCopies, copy
+from .processes import ARRIVED, READY, REPORT, RankProcesses
+from .rank_copies import RankCopies, SharedSlots, SlotPlaces, copy
 from .ranks import Ranks, check_shares
 from .steps import NUM_VALUES, GroupSteps
 from .work_frames import HandoffOrder, Work, decode, encode
@@ -154,7 +158,12 @@ class RankedEngine:
                 raise self.processes.end(f"rank 0 could not start: {error}") from error
             self.processes.wait_ready()
             if self.engine.cache.tier is not None and serve is None:
-                self.engine.cache.tier.copies = RankCopies(self.engine.cache.tier.copies, self.send)
+                copies = self.engine.cache.tier.copies = RankCopies(self.engine.cache.tier.copies, self.send)
+                if config.disk_cache is not None:
+                    self.send(ShareSlots())
+                    reports = [self.processes.report(rank) for rank in range(1, size)]
+                    copies.share([msgspec.msgpack.decode(each, type=SlotPlaces) for each in reports])
+                    open_disk_tier(self.engine, config)
             self._stack = starting.pop_all()
 
     def __enter__(self) -> RankedEngine:
@@ -234,6 +243,7 @@ def run_rank(
     executor, prompts = executor_of(engine, num_slots), Prompts(engine)
     connection.send_bytes(READY)
     handoff: RankHandoff | None = None  # from the first order of a handoff on
+    shared: SharedSlots | None = None  # if the node has files of pages
     num_under_way = 0
     while True:
         if handoff is not None:
@@ -249,9 +259,16 @@ def run_rank(
                 prompts.submit(work).draft()
             case Forget():
                 prompts.forget(work.key)
+            case ShareSlots():
+                tier = engine.cache.tier
+                assert tier is not None and isinstance(tier.copies, HostCopies | CudaCopies), work
+                shared = SharedSlots(tier.copies)
+                connection.send_bytes(REPORT + msgspec.msgpack.encode(shared.places))
             case StorePages() | LoadPages():
                 assert engine.cache.tier is not None, work
                 copy(engine.cache.tier.copies, work)
+                if shared is not None:
+                    shared.note_call()
             case WarmUp() if num_slots:
                 executor.warm_up(expects_prompts=work.expects_prompts)
             case WarmUp():

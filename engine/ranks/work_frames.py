@@ -28,11 +28,12 @@ from ..work import (
     Recompute,
     Round,
     RoundWork,
+    ShareSlots,
     StorePages,
     WarmUp,
 )
 
-Work = RoundWork | Chunk | Forget | WarmUp | StorePages | LoadPages
+Work = RoundWork | Chunk | Forget | WarmUp | StorePages | LoadPages | ShareSlots
 HandoffStart = BeginPulling | BeginServing
 HandoffOrder = PullOrder | ServeOrder
 HandoffReport = PullReport | ServeReport
@@ -46,6 +47,7 @@ _TYPES: tuple[type, ...] = (
     WarmUp,
     StorePages,
     LoadPages,
+    ShareSlots,
     *get_args(HandoffStart),
     *get_args(HandoffOrder),
     *get_args(HandoffReport),

@@ -22,7 +22,7 @@ import torch
 from ...metadata.handoff.memory import PageMemory
 from .host_copies import slot_bytes
 from .host_tier import TimedLoad
-from .pinned_memory import tier_memory
+from .pinned_memory import SlotMemory
 
 _BUFFER_BYTES = 64 << 20  # of pages that lie twice on the device
 
@@ -54,14 +54,26 @@ class CudaCopies:
     their layouts and first pages. A `PageCopies`."""
 
     def __init__(
-        self, kvs: Sequence[torch.Tensor], memory: Sequence[PageMemory], num_slots: int, num_tail_slots: int = 0
+        self,
+        kvs: Sequence[torch.Tensor],
+        memory: Sequence[PageMemory],
+        num_slots: int,
+        num_tail_slots: int = 0,
+        *,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: other processes may map the slots, at `places`."""
         self.num_slots, self.num_tail_slots = num_slots, num_tail_slots
         self._device = kvs[0].device
         self._stream = torch.cuda.Stream(self._device)
         pools = list(zip(kvs, memory, strict=True))
-        self._kept = self._kind([each for each in pools if not each[1].first], num_slots)
-        self._tails = self._kind([each for each in pools if each[1].first], num_tail_slots)
+        kept, tails = [each for each in pools if not each[1].first], [each for each in pools if each[1].first]
+        slots = [
+            SlotMemory(num, slot_bytes([each for _, each in own]), is_pinned=True, is_shared=is_shared)
+            for num, own in ((num_slots, kept), (num_tail_slots, tails))
+        ]
+        self.places = (slots[0].where, slots[1].where)
+        self._kept, self._tails = self._kind(kept, slots[0].slots), self._kind(tails, slots[1].slots)
         self._loads: deque[_LoadUnderWay] = deque()
         self._ahead: torch.cuda.Event | None = None  # of the last copies ahead; None: all work waits for them
 
@@ -113,9 +125,9 @@ class CudaCopies:
             current.wait_stream(self._stream)
             self._loads.append(load)
 
-    def row(self, slot: int) -> np.ndarray:
+    def rows(self, slot: int) -> list[np.ndarray]:
         kind, first = (self._kept, 0) if slot < self.num_slots else (self._tails, self.num_slots)
-        return kind.slots[slot - first].numpy().view(np.uint8)
+        return [kind.slots[slot - first].numpy().view(np.uint8)]
 
     def fence(self) -> Callable[[], object]:
         done = torch.cuda.Event()
@@ -129,8 +141,8 @@ class CudaCopies:
             done.append(TimedLoad(load.num_pages, load.begun.elapsed_time(load.done) / 1000))
         return done
 
-    def _kind(self, pools: Sequence[tuple[torch.Tensor, PageMemory]], num_slots: int) -> _Kind:
-        size = slot_bytes([memory for _, memory in pools])
+    def _kind(self, pools: Sequence[tuple[torch.Tensor, PageMemory]], slots: np.ndarray) -> _Kind:
+        num_slots, size = slots.shape
         parts: list[_Part] = []
         offset = 0
         for kv, memory in pools:
@@ -139,7 +151,7 @@ class CudaCopies:
             end = offset + memory.page_bytes // 4
             parts.append(_Part(kv.view(torch.int32), memory.first, slice(offset, end)))
             offset = end
-        words = tier_memory(num_slots * size, is_pinned=True).view(np.int32)  # torch has no such view of no bytes
+        words = slots.reshape(-1).view(np.int32)  # torch has no such view of no bytes
         most = min(num_slots, max(1, _BUFFER_BYTES // max(1, size)))
         buffer = torch.empty((most, offset), dtype=torch.int32, device=self._device)
         return _Kind(parts, torch.from_numpy(words.reshape(num_slots, offset)), buffer)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -30,21 +30,21 @@ _SAY_EVERY_S = 60.0  # that the disk fails
 
 
 class FileWrite(NamedTuple):
-    """A page to write, from a slot that lies in `row`, uint8 [slot_bytes]."""
+    """A page to write, from a slot whose bytes lie in `rows`, uint8, one of each rank with pages of its own."""
 
     name: bytes
     header: PageHeader
-    row: np.ndarray
+    rows: Sequence[np.ndarray]
     is_valid: Callable[[], bool]  # whether the slot is still the page's
     wait: Callable[[], object]  # until the slot is filled
 
 
 class FileRead(NamedTuple):
-    """A page to read into the slot that lies in `row`."""
+    """A page to read into the slot that lies in `rows`."""
 
     name: bytes
     header: PageHeader
-    row: np.ndarray
+    rows: Sequence[np.ndarray]
     wait: Callable[[], object]  # until copies use the slot no more
 
 
@@ -165,13 +165,13 @@ class DiskThread:
     def _read(self, read: FileRead) -> None:
         read.wait()
         begun = time.monotonic()
-        is_whole = self._try(lambda: self._files.read(read.name, read.header, read.row))
+        is_whole = self._try(lambda: self._files.read(read.name, read.header, read.rows))
         self.num_damaged += is_whole is False
         self._events.append(HasRead(read.name, read.header.kind, bool(is_whole), time.monotonic() - begun))
 
     def _write(self, write: FileWrite) -> None:
         write.wait()
-        copied = write.row.copy()
+        copied = [row.copy() for row in write.rows]
         num_bytes = None
         if write.is_valid():
             num_bytes = self._try(lambda: self._files.write(write.name, write.header, copied))

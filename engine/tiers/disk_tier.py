@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -113,15 +113,20 @@ class DiskTier:
         )
 
     def write(
-        self, node: CachedNode, kind: Kind, row: np.ndarray, is_valid: Callable[[], bool], wait: Callable[[], object]
+        self,
+        node: CachedNode,
+        kind: Kind,
+        rows: Sequence[np.ndarray],
+        is_valid: Callable[[], bool],
+        wait: Callable[[], object],
     ) -> None:
         """Write a page that lies in a slot, if it has no file yet and few others wait. The arguments are those of
         `FileWrite`."""
         key = (node, kind)
         if key in self._files:
             self._files.move_to_end(key)
-        elif key not in self._writing and row.nbytes <= self.num_bytes:
-            write = FileWrite(self._name(node), self._header(node, kind), row, is_valid, wait)
+        elif key not in self._writing and sum(row.nbytes for row in rows) <= self.num_bytes:
+            write = FileWrite(self._name(node), self._header(node, kind), rows, is_valid, wait)
             if self.thread.write(write):
                 self._writing.add(key)
 
@@ -137,12 +142,18 @@ class DiskTier:
         return reading is not None
 
     def read(
-        self, node: CachedNode, kind: Kind, slot: int, row: np.ndarray, wait: Callable[[], object], fetch: Fetch
+        self,
+        node: CachedNode,
+        kind: Kind,
+        slot: int,
+        rows: Sequence[np.ndarray],
+        wait: Callable[[], object],
+        fetch: Fetch,
     ) -> None:
-        """Read a file into a slot, which lies in `row` and can be written after `wait`."""
+        """Read a file into a slot, which lies in `rows` and can be written after `wait`."""
         name = self._name(node)
         self._reading[name, kind] = _Reading(slot, [fetch])
-        self.thread.read(FileRead(name, self._header(node, kind), row, wait))
+        self.thread.read(FileRead(name, self._header(node, kind), rows, wait))
 
     def is_over(self, fetch: Fetch) -> bool:
         """Return whether a prompt waits for no more files: they are there, or they take too long."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...metadata.handoff.memory import PageMemory
 from .host_tier import TimedLoad
-from .pinned_memory import tier_memory
+from .pinned_memory import SlotMemory
 
 
 class _Kind(NamedTuple):
@@ -21,13 +21,19 @@ class _Kind(NamedTuple):
 
 
 class HostCopies:
-    """Slots in host memory, of pages of `memory`. The first tail page has the number `first_tail`."""
+    """Slots in host memory, of pages of `memory`. `is_shared`: other processes may map them, at `places`."""
 
-    def __init__(self, memory: Sequence[PageMemory], num_slots: int, num_tail_slots: int = 0) -> None:
+    def __init__(
+        self, memory: Sequence[PageMemory], num_slots: int, num_tail_slots: int = 0, *, is_shared: bool = False
+    ) -> None:
         self.num_slots, self.num_tail_slots = num_slots, num_tail_slots
         kept, tails = [pool for pool in memory if not pool.first], [pool for pool in memory if pool.first]
-        self._kept = _Kind(kept, _empty(kept, num_slots))
-        self._tails = _Kind(tails, _empty(tails, num_tail_slots))
+        slots = [
+            SlotMemory(num, slot_bytes(pools), is_pinned=False, is_shared=is_shared)
+            for num, pools in ((num_slots, kept), (num_tail_slots, tails))
+        ]
+        self.places = (slots[0].where, slots[1].where)
+        self._kept, self._tails = _Kind(kept, slots[0].slots), _Kind(tails, slots[1].slots)
         self._loads: list[TimedLoad] = []
 
     @property
@@ -59,8 +65,8 @@ class HostCopies:
             offset = end
         self._loads.append(TimedLoad(len(pages), time.monotonic() - begun))
 
-    def row(self, slot: int) -> np.ndarray:
-        return self._kept.slots[slot] if slot < self.num_slots else self._tails.slots[slot - self.num_slots]
+    def rows(self, slot: int) -> list[np.ndarray]:
+        return [self._kept.slots[slot] if slot < self.num_slots else self._tails.slots[slot - self.num_slots]]
 
     def fence(self) -> Callable[[], object]:
         return lambda: None
@@ -78,8 +84,3 @@ class HostCopies:
 def slot_bytes(pools: Sequence[PageMemory]) -> int:
     """Return the bytes of a slot of pages of these pools."""
     return sum(pool.page_bytes for pool in pools)
-
-
-def _empty(pools: Sequence[PageMemory], num_slots: int) -> np.ndarray:
-    size = slot_bytes(pools)
-    return tier_memory(num_slots * size, is_pinned=False).reshape(num_slots, size)

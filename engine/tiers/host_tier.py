@@ -77,8 +77,8 @@ class PageCopies(Protocol):
         """Copy slots into pages likewise."""
         ...
 
-    def row(self, slot: int) -> np.ndarray:
-        """Return the memory of a slot, uint8 [slot_bytes]; with several ranks, that of rank 0."""
+    def rows(self, slot: int) -> list[np.ndarray]:
+        """Return the memory of a slot, uint8, of each rank that has pages of its own."""
         ...
 
     def fence(self) -> Callable[[], object]:
@@ -258,7 +258,9 @@ class HostTier:
         """Bytes of a slot of each kind that has slots."""
         firsts: dict[Kind, int] = {"page": 0, "tail": self.kept.num_slots}
         sizes = {"page": self.kept.num_slots, "tail": self.tails.num_slots}
-        return {kind: self.copies.row(first).nbytes for kind, first in firsts.items() if sizes[kind]}
+        return {
+            kind: sum(row.nbytes for row in self.copies.rows(first)) for kind, first in firsts.items() if sizes[kind]
+        }
 
     def ledger(self) -> TierLedger:
         """Count the slots of each kind."""
@@ -308,7 +310,7 @@ class HostTier:
             wait, kind = self.copies.fence(), self._kind(slots)
             for node, slot in zip(nodes, own, strict=True):
                 if slot is not None:
-                    self.disk.write(node, kind, self.copies.row(slot), slots.watch(slot), wait)
+                    self.disk.write(node, kind, self.copies.rows(slot), slots.watch(slot), wait)
 
     def _read(
         self, slots: HostSlots, node: CachedNode, kind: Kind, fetch: Fetch, drop: Callable[[CachedNode], object]
@@ -324,7 +326,7 @@ class HostTier:
         if not (node.is_filed if kind == "page" else node.tail_is_filed):  # it went with what was dropped for it
             slots.end_read(slot, None)
             return False
-        self.disk.read(node, kind, slot, self.copies.row(slot), self.copies.fence(), fetch)
+        self.disk.read(node, kind, slot, self.copies.rows(slot), self.copies.fence(), fetch)
         return True
 
     def _kind(self, slots: HostSlots) -> Kind:

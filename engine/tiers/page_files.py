@@ -1,7 +1,7 @@
 """Files of cached pages: their format, and a directory that nobody else reads or leads astray.
 
     DIR/<model>-<n>/   0700, locked by the node that uses it
-        <name>.page    0600: magic | digest | length of header | header | bytes of the slot
+        <name>.page    0600: magic | digest | length of header | header | bytes of the slot, rank by rank
         <name>.tail    the same of a tail page
 
 `<model>` is a digest of the weights' fingerprints and of the schema. `<name>` is the page's name
@@ -84,10 +84,11 @@ class PageFiles:
         """Return the name of the page that has this header."""
         return self._names.after(header.parent or self._names.before_first(header.salt), header.key)
 
-    def write(self, name: bytes, header: PageHeader, slot: np.ndarray) -> int:
-        """Write a file, which is whole or not there. `slot`: uint8 [slot_bytes]. Return its size, bytes."""
+    def write(self, name: bytes, header: PageHeader, slot: Sequence[np.ndarray]) -> int:
+        """Write a file, which is whole or not there. `slot`: its bytes in parts, uint8, `slot_bytes` of them together.
+        Return the file's size, bytes."""
         packed = msgspec.msgpack.encode(header)
-        rest = [len(packed).to_bytes(4, "big"), packed, slot.data]
+        rest = [len(packed).to_bytes(4, "big"), packed, *(part.data for part in slot)]
         unfinished = f"{name.hex()}.new"
         handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _SAFELY, 0o600, dir_fd=self._fd)
         try:
@@ -101,9 +102,9 @@ class PageFiles:
             raise
         return size
 
-    def read(self, name: bytes, header: PageHeader, slot: np.ndarray) -> bool:
-        """Read a file into `slot`, uint8 [slot_bytes], and note that it was used. False: it is gone, damaged, or
-        another page's; then it is removed, and the slot may hold anything."""
+    def read(self, name: bytes, header: PageHeader, slot: Sequence[np.ndarray]) -> bool:
+        """Read a file into the parts of `slot`, as of `write`, and note that it was used. False: it is gone, damaged,
+        or another page's; then it is removed, and the slot may hold anything."""
         file_name = _file_name(name, header.kind)
         try:
             with self._open(file_name) as handle:
@@ -202,17 +203,21 @@ def _write_all(handle: int, data: bytes | memoryview) -> int:
     return done
 
 
-def _read_page(handle: int, header: PageHeader, slot: np.ndarray) -> bool:
+def _read_page(handle: int, header: PageHeader, slot: Sequence[np.ndarray]) -> bool:
     """Read a file with this header into `slot`. Return whether it is whole."""
     packed = msgspec.msgpack.encode(header)
     begin = os.read(handle, _FIXED + len(packed))
     if not begin.startswith(MAGIC) or begin[_FIXED:] != packed:
         return False
-    left = slot.data
-    while num_read := os.readv(handle, [left]):
-        left = left[num_read:]
-    is_end = not left and not os.read(handle, 1)
-    return is_end and begin[len(MAGIC) : _FIXED - 4] == _digest([begin[_FIXED - 4 : _FIXED], packed, slot.data])
+    parts = [part.data for part in slot]
+    for part in parts:
+        left = part
+        while left and (num_read := os.readv(handle, [left])):
+            left = left[num_read:]
+        if left:
+            return False
+    is_end = not os.read(handle, 1)
+    return is_end and begin[len(MAGIC) : _FIXED - 4] == _digest([begin[_FIXED - 4 : _FIXED], packed, *parts])
 
 
 def _is_ours(handle: int) -> bool:

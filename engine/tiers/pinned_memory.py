@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import resource
 import weakref
 from contextlib import suppress
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from ...metadata.logs import size_in_words
+from ...metadata.wire.node_info import HostMemory
 from ..state.host_memory import available_memory
 
 logger = logging.getLogger(__name__)
@@ -39,12 +41,39 @@ def grant(asked: int, *, is_pinned: bool) -> Grant:
     return Grant(asked, "") if least >= asked else Grant(least, f"{cause} leaves {size_in_words(least)}")
 
 
-def tier_memory(num_bytes: int, *, is_pinned: bool) -> np.ndarray:
-    """Return `num_bytes` bytes of memory, uint8. If it cannot be pinned, it is plain, with a warning: copies are slower
-    then. It is freed with the last view of it."""
+class SlotMemory:
+    """Slots of one kind, `slots`, uint8 [num_slots, slot_bytes]. If `is_shared`, another process of this user can map
+    them by their place, `where`, as long as this one runs."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, *, is_pinned: bool, is_shared: bool = False) -> None:
+        size = num_slots * slot_bytes
+        self.where: HostMemory | None = shared_memory(size) if is_shared and size else None
+        fd = -1 if self.where is None else self.where.fd
+        self.slots = tier_memory(size, is_pinned=is_pinned, fd=fd).reshape(num_slots, slot_bytes)
+
+
+def shared_memory(num_bytes: int) -> HostMemory:
+    """Return the place of new memory, which this process keeps until it ends."""
+    fd = os.memfd_create("baton-slots", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    return HostMemory(os.getpid(), fd, num_bytes)
+
+
+def map_shared_memory(where: HostMemory) -> np.ndarray:
+    """Map the `shared_memory` of another process of this node, uint8 [num_bytes], to read and write. Raises OSError."""
+    handle = os.open(f"/proc/{where.pid}/fd/{where.fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return np.frombuffer(mmap.mmap(handle, where.size), np.uint8)
+    finally:
+        os.close(handle)
+
+
+def tier_memory(num_bytes: int, *, is_pinned: bool, fd: int = -1) -> np.ndarray:
+    """Return `num_bytes` bytes of memory, uint8, which lie in the file `fd` if there is one. If it cannot be pinned, it
+    is plain, with a warning: copies are slower then. It is freed with the last view of it."""
     if not num_bytes:
         return np.empty(0, np.uint8)
-    memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+    memory = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
     if is_pinned:
         address = memory.ctypes.data
         runtime = torch.cuda.cudart()

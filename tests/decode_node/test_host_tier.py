@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ MakePair = Callable[..., NodePair]
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
+    with quick_pairs() as make:
+        yield make
+
+
+@contextmanager
+def quick_pairs() -> Iterator[MakePair]:
     """Start pairs whose tiers are always sooner than computing, whatever this machine measures."""
     with node_pairs() as start:
 
@@ -208,33 +215,42 @@ def test_a_flush_leaves_nothing_in_any_tier_and_salts_share_nothing(
     assert num_cached("flushed", "a") == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "is_local"),
-    thinned([("llama", False), ("qwen3_next", True), ("llama", True)], lambda i, *_: i < 2),
-)
+FILED: list[tuple[str, bool, int]] = [  # model, whether the decode node computes, its ranks
+    ("llama", False, 1),
+    ("qwen3_next", True, 1),
+    ("llama", True, 1),
+    ("llama", True, 2),
+    ("gpt_oss", False, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "is_local", "tp"), thinned(FILED, lambda i, *_: i in (0, 1, 3)))
 def test_conversations_go_on_after_a_restart_by_files(
-    name: str, is_local: bool, checkpoint: Callable[..., Path], tmp_path: Path, make_pair: MakePair
+    name: str, is_local: bool, tp: int, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     model, prompts = checkpoint(name), conversations(4, 2)[4:]
     longer = [[*prompt, 7, 8, 9, 10, 11] for prompt in prompts]
     plain = SETTINGS | {"num_pages": 60}
-    tiered = plain | {"host_cache_gb": 0.05, "disk_cache": str(tmp_path / "files")}
+    tiered = plain | {"host_cache_gb": 0.05, "disk_cache": str(tmp_path / "files"), "tp": tp}
 
     def run(settings: dict[str, Any], cases: list[list[int]]) -> tuple[list[list[int]], int]:
         """Return the texts, and how many tokens the node that computes prompts has computed."""
         role = "decode" if is_local else "prefill"
-        pair = make_pair(model, **{"prefill": plain, "decode": plain, role: settings})
-        member = pair.decode if is_local else pair.prefill
-        settle(member.cache)
-        texts = run_all(pair, cases, is_local=is_local)
-        num_computed = member.stats().computed_tokens
-        member.cache.evict(60)
-        settle(member.cache)
-        member.cache.close()
+        with quick_pairs() as make:
+            pair = make(model, **{"prefill": plain, "decode": plain, role: settings})
+            member = pair.decode if is_local else pair.prefill
+            settle(member.cache)
+            texts = run_all(pair, cases, is_local=is_local)
+            num_computed = member.stats().computed_tokens
+            member.cache.evict(60)
+            settle(member.cache)
+            member.cache.close()
         return texts, num_computed
 
     expected, num_whole = run(plain, longer)
     run(tiered, prompts)
+    [damaged, *_] = sorted((tmp_path / "files").glob("*/*.page"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")  # in the part of the last rank
     texts, num_computed = run(tiered, longer)
     assert texts == expected
     assert num_computed < num_whole / 2

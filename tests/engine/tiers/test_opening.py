@@ -42,7 +42,6 @@ def test_only_an_engine_of_equal_weights_and_schema_gets_the_files(
     ("settings", "words"),
     [
         ({"disk_cache": "files"}, "needs --host-cache-gb"),
-        ({"disk_cache": "files", "host_cache_gb": 1.0, "tp": 2}, "does not work with tp 2"),
         ({"host_cache_gb": 0.0}, r"host_cache_gb is 0.0; it must be above 0"),
         ({"disk_cache_ttl": -1.0}, r"disk_cache_ttl is -1.0; it must be above 0"),
     ],

@@ -32,9 +32,14 @@ def page(seed: int, kind: str = "page") -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, SIZES[kind], np.uint8)
 
 
+def parts_of(slot: np.ndarray) -> list[np.ndarray]:
+    """Return the bytes as those of two ranks, of unlike sizes."""
+    return [slot[:13], slot[13:]]
+
+
 def read(files: PageFiles, header: PageHeader) -> np.ndarray | None:
     slot = np.zeros(SIZES[header.kind], np.uint8)
-    return slot if files.read(files.name_of(header), header, slot) else None
+    return slot if files.read(files.name_of(header), header, [slot]) else None
 
 
 def test_pages_are_found_by_the_next_process_parents_first(tmp_path: Path) -> None:
@@ -43,11 +48,11 @@ def test_pages_are_found_by_the_next_process_parents_first(tmp_path: Path) -> No
         for index in range(5):
             headers.append(PageHeader("page", "", files.name_of(headers[-1]), bytes([index]) * 20))
         for index, header in reversed(list(enumerate(headers))):
-            files.write(files.name_of(header), header, page(index))
+            files.write(files.name_of(header), header, parts_of(page(index)))
         tail = PageHeader("tail", "", headers[3].parent, headers[3].key)
-        files.write(files.name_of(tail), tail, page(9, "tail"))
+        files.write(files.name_of(tail), tail, parts_of(page(9, "tail")))
         orphan = PageHeader("page", "", bytes(16), bytes(20))
-        files.write(files.name_of(orphan), orphan, page(10))
+        files.write(files.name_of(orphan), orphan, parts_of(page(10)))
     with closing(PageFiles(str(tmp_path / "cache"), MODEL, NAMES, SIZES)) as files:
         found = files.find()
         assert [each.header for each in found] == [*headers[:4], tail, *headers[4:]]
@@ -58,7 +63,7 @@ def test_pages_are_found_by_the_next_process_parents_first(tmp_path: Path) -> No
 
 
 def test_all_is_for_this_user_alone(files: PageFiles, tmp_path: Path) -> None:
-    files.write(files.name_of(FIRST), FIRST, page(0))
+    files.write(files.name_of(FIRST), FIRST, parts_of(page(0)))
     paths = [tmp_path / "cache", files.path, *files.path.iterdir(), *(tmp_path / "cache").glob("*.lock")]
     assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o700, 0o700, 0o600, 0o600]
 
@@ -90,7 +95,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_or_foreign_file_is_ignored_and_removed(damage: str, files: PageFiles) -> None:
-    files.write(files.name_of(FIRST), FIRST, page(0))
+    files.write(files.name_of(FIRST), FIRST, parts_of(page(0)))
     [path] = files.path.iterdir()
     DAMAGES[damage](path)
     assert read(files, FIRST) is None
@@ -99,7 +104,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_removed(damage: str, files: Pa
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - {"digest", "bytes"}))
 def test_a_start_removes_files_that_are_no_pages_of_this_model(damage: str, files: PageFiles) -> None:
-    files.write(files.name_of(FIRST), FIRST, page(0))
+    files.write(files.name_of(FIRST), FIRST, parts_of(page(0)))
     [path] = files.path.iterdir()
     DAMAGES[damage](path)
     (files.path / "anything").write_text("x")
@@ -107,7 +112,7 @@ def test_a_start_removes_files_that_are_no_pages_of_this_model(damage: str, file
 
 
 def test_links_are_not_followed(files: PageFiles, tmp_path: Path) -> None:
-    files.write(files.name_of(FIRST), FIRST, page(0))
+    files.write(files.name_of(FIRST), FIRST, parts_of(page(0)))
     [path] = files.path.iterdir()
     elsewhere = path.rename(tmp_path / "elsewhere")
     path.symlink_to(elsewhere)
@@ -117,7 +122,7 @@ def test_links_are_not_followed(files: PageFiles, tmp_path: Path) -> None:
     (files.path / f"{files.name_of(FIRST).hex()}.new").symlink_to(elsewhere)
     before = elsewhere.read_bytes()
     with pytest.raises(OSError) as error:
-        files.write(files.name_of(FIRST), FIRST, page(1))
+        files.write(files.name_of(FIRST), FIRST, parts_of(page(1)))
     assert error.value.errno == errno.ELOOP and elsewhere.read_bytes() == before
 
 
@@ -152,5 +157,5 @@ def test_a_write_that_fails_leaves_no_file(files: PageFiles, monkeypatch: pytest
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        files.write(files.name_of(FIRST), FIRST, page(0))
+        files.write(files.name_of(FIRST), FIRST, parts_of(page(0)))
     assert not list(files.path.iterdir())
