@@ -415,8 +415,6 @@ class DecodeNode:
             self._arrive(event)
         if self._server is not None:
             self._server.poll()  # nobody waits for a loan's end
-        if self._kept is not None:
-            self._kept.begin()
 
     @property
     def _expects_arrivals(self) -> bool:

@@ -44,6 +44,7 @@ from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
+from ..metadata.handoff.transfer import LoanOver
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
@@ -109,6 +110,7 @@ class PrefillNode:
         if self.cache.tier is not None:
             self.cache.tier.compute_token_s = lambda: self._rate.token_s
         self._borrower = None if client is None else Borrower(self.cache, client, lambda: self._rate.token_s)
+        self._loans_over: list[Unit] = []
         self._keys = itertools.count()
         self._overlaps = prompts.runs_ahead if overlaps is None else overlaps
         self._under_way: ChunkUnderWay | None = None
@@ -302,14 +304,22 @@ class PrefillNode:
         most = self.scheduler.most_cached(request)
         return self._borrower.begin(request.loan, request.lender, request.token_ids, request.pages, request.lease, most)
 
+    def _pull(self) -> None:
+        """Pull pages that are borrowed."""
+        for event in () if self._client is None else self._client.poll():
+            assert isinstance(event, LoanOver) and self._borrower is not None, event
+            unit = self._borrower.take(event)
+            if unit is not None:
+                self._loans_over.append(unit)
+
     def _end_loans(self) -> None:
-        """Pull pages that are borrowed, and compute the prompts whose loans are over."""
-        if self._borrower is None:
-            return
-        for unit in self._borrower.poll():
-            request = next(each for each in self.scheduler.borrowing if each.loan == unit)
-            self.scheduler.end_loan(request)
-            self._begin_computing(request)
+        """Pull, and compute the prompts whose loans are over."""
+        self._pull()
+        over, self._loans_over = self._loans_over, []
+        for unit in over:
+            for request in [each for each in self.scheduler.borrowing if each.loan == unit]:  # none if it was dropped
+                self.scheduler.end_loan(request)
+                self._begin_computing(request)
 
     def _begin_computing(self, request: Request) -> None:
         self._counts.prompt_tokens += len(request.token_ids)
@@ -359,8 +369,7 @@ class PrefillNode:
             return
         while not chunk.submitted.is_computed:
             self._end_tickets()
-            if self._borrower is not None:
-                self._borrower.pull()
+            self._pull()
             time.sleep(_PAUSE_S)
         report = chunk.submitted.wait()
         begun = max(report.begun, self._computed_at)  # the device did the last chunk until then

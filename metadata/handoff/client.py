@@ -37,7 +37,7 @@ from .ranks.orders import RankLine
 from .ranks.puller import RankTeam
 from .transfer import Event, LoanOver, Revoked, Transfer, TransferFailed
 from .transports.base import Landed
-from .transports.nixl import num_quarantined
+from .transports.nixl import num_quarantined, rings
 from .transports.ranks import RanksTransport
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class HandoffClient:
     @property
     def num_quarantined(self) -> int:
         """Number of slots of staging rings whose reads were given up and are not over."""
-        return num_quarantined()
+        return num_quarantined() if rings else 0
 
     def close_peer(self, epoch: str) -> None:
         """Close the link to this epoch of a prefill node. Its memory is unmapped at once; its claims fail at the next

@@ -18,7 +18,7 @@ import zmq
 from ..bus.addresses import address_of_rank, any_port_of
 from ..bus.connections import PortWatch, TcpConnection
 from ..bus.descriptors import NodePort, limit_of_descriptors
-from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
+from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, has_input, receive_from, send_frames
 from ..errors import ConfigError, ProtocolError, TransferError
 from ..logs import Throttle
 from ..wire.data_link import LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome
@@ -260,6 +260,8 @@ class ServedLinks:
 
     def _drain_port(self, port: PagePort, answer: Callable[[Holder, ToPrefill], int]) -> bool:
         """Do the work of `drain` for the page port."""
+        if not has_input(port.socket):
+            return True
         num_bytes = 0
         for _ in range(DRAIN_LIMIT):
             try:

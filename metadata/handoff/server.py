@@ -182,7 +182,7 @@ class HandoffServer:
 
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""
-        if self._has_more or self._failed or self._loans.has_due:
+        if self._has_more or self._failed or (self._loans.book.units and self._loans.has_due):
             return 0.0
         deadlines = (book.next_deadline() for book in (self._book, self._loans.book))
         deadline = min((each for each in deadlines if each is not None), default=None)
@@ -268,6 +268,8 @@ class HandoffServer:
 
     def _offer_loans(self) -> None:
         """Offer pages on loan, bounded, and end the loans of which a page was needed for something else."""
+        if not self._loans.book.units:
+            return
         for ticket in self._loans.stale():
             self._end_loan(ticket, "a lent page was needed for something else")
         for ticket, indices in self._loans.due():

@@ -52,7 +52,7 @@ class Nodes:
         """Poll both until a loan is over, or until nothing comes any more."""
         for _ in range(3000):
             self.now += step_s
-            over = self.borrower.poll()
+            over = [unit for each in self.client.poll() if (unit := self.borrower.take(each)) is not None]
             self.server.poll()
             if over:
                 return over
