@@ -43,12 +43,11 @@ from ..engine.rounds.executor import Executor
 from ..engine.rounds.rounds import LocalChunk, Rounds
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import Accepted, no_token
-from ..metadata.bus.membership import Membership, RouterGone
+from ..metadata.bus.membership import DataLinks, Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, RoundOutOfMemory
 from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
-from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.transfer import Arrived, Event, LoanOver, Revoked, TransferFailed
 from ..metadata.wire.messages import (

@@ -37,12 +37,11 @@ from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
 from ..engine.sampling.state import ended
 from ..engine.work import FirstTokens, HandoffRows, no_token
-from ..metadata.bus.membership import Membership, RouterGone
+from ..metadata.bus.membership import DataLinks, Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import OutOfMemory, RequestError
 from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
-from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.transfer import LoanOver
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend

@@ -68,7 +68,7 @@ from ..health.health import Effect as HealthEffect
 from ..health.health import PairHealth, PairsReady, StartCanary, TellOutcome, TellProven
 from ..nodes.drains import Drains
 from ..nodes.node import Node, NodeGroup
-from ..nodes.registry import Registry
+from ..nodes.registry import Registry, overdue
 from ..placement.placement import Placement
 from ..requests.attempt import Attempt
 from ..requests.request import Request, Sequence
@@ -387,11 +387,13 @@ class Dispatcher:
         """A node says what other routers' operators have asked of it."""
         if before is not None and service.num_flushes > before.num_flushes:
             self._placement.forget_cache(node)
+        if service.is_cordoned == node.is_cordoned and not self._drains.told:
+            return
         if self._drains.heard(node, service, now + self._config.drain_timeout_s):
             self._take_in(node, now)
 
     def _tell_drains(self) -> None:
-        for node, is_cordoned in self._drains.to_tell():
+        for node, is_cordoned in self._drains.to_tell() if self._drains.told else ():
             self._effects.append(Send(node, Cordon(router_epoch=self.epoch, is_cordoned=is_cordoned)))
 
     # A request waits, and gets its nodes
@@ -791,7 +793,7 @@ class Dispatcher:
         self.cancels.repeat(now)
         self._tell_drains()
         self._repeat_forgotten(now)
-        for node in self._drains.due(now):
+        for node in overdue(self.registry.nodes.values(), now):
             self._end_all(self._rescheduling.evict(node, "its time to drain is over", now), now)
             self._to_pump.add(node.group)
         for request in list(self._requests.values()):

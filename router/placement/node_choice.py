@@ -2,16 +2,19 @@
 
 The functions `choose_...` are pure. The functions `..._reason` say in words why a node was chosen, from the figures
 that were compared, and return "" if there was only one node to choose from. If either role may compute the prompt,
-prompt_placement.py compares the nodes.
+prompt_placement.py compares the nodes. The figures include which node served a session last (`SessionAffinity`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from ..nodes.node import Role
 from .prompt_placement import LOAD_ROUNDS, SESSION_SLACK, load_reason, tokens_reason
+
+MAX_SESSIONS = 32768  # remembered per role
 
 
 class DecodeFigures(NamedTuple):
@@ -130,3 +133,24 @@ def only_reason(role: Role, num_live: int, num_able: int, *, has_failed: bool) -
         return f"the only one of {num_able} {role} nodes that has room now"
     failed = ", or the request failed there" if has_failed else ""
     return f"the only one of {num_live} {role} nodes that can serve it: others are not ready or too small{failed}"
+
+
+class SessionAffinity:
+    """The node of one role that served each session last. Bounded; the sessions that are idle longest are forgotten."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._max_sessions = max_sessions
+        self._nodes: OrderedDict[bytes, Hashable] = OrderedDict()
+
+    def node_of(self, session: bytes | None) -> Hashable:
+        """Return the node that served the session last, None if there is none."""
+        return None if session is None else self._nodes.get(session)
+
+    def note(self, session: bytes | None, node: Hashable) -> None:
+        """The node serves the session now."""
+        if session is None:
+            return
+        self._nodes[session] = node
+        self._nodes.move_to_end(session)
+        if len(self._nodes) > self._max_sessions:
+            self._nodes.popitem(last=False)

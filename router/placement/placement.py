@@ -24,11 +24,12 @@ from typing import NamedTuple
 from ...metadata.wire.node_info import Lender
 from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
+from ..nodes.told_pages import ExpectedPages
 from ..waiting.entry import Entry
-from .affinity import ExpectedPages, SessionAffinity
 from .node_choice import (
     DecodeFigures,
     PrefillFigures,
+    SessionAffinity,
     choose_decode,
     choose_prefill,
     decode_reason,

@@ -32,7 +32,7 @@ from baton.router.errors import Conflict, NotFound
 from baton.router.nodes import registry
 from baton.router.nodes.drains import Drains
 from baton.router.nodes.node import Node, NodeGroup
-from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
+from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S, overdue
 
 from ..conftest import System
 from ..dispatching.test_runner import is_canary, own, wait_until
@@ -614,7 +614,7 @@ class Drained:
         self.drains = Drains(self.nodes)
 
     def check(self, now: float) -> None:
-        self.evicted += self.drains.due(now)
+        self.evicted += overdue(self.nodes.values(), now)
 
 
 def test_remaining_requests_are_moved_once_when_the_time_is_over() -> None:
