@@ -22,7 +22,7 @@ from ..engine.state.prefix_cache import CachedText, Lease, PrefixCache
 from ..metadata.bus.membership import Membership
 from ..metadata.handoff.borrower import Borrower
 from ..metadata.handoff.server import HandoffServer
-from ..metadata.wire.messages import HandedOn, HandOn, Keep
+from ..metadata.wire.membership import HandedOn, HandOn, Keep
 from ..metadata.wire.request import Unit, pack_ids, unpack_ids
 
 logger = logging.getLogger(__name__)

@@ -50,18 +50,8 @@ from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.transfer import Arrived, Event, LoanOver, Revoked, TransferFailed
-from ..metadata.wire.messages import (
-    Admitted,
-    Cancel,
-    Cancelled,
-    Compute,
-    Failed,
-    HandedOn,
-    Keep,
-    PrefillDone,
-    Resend,
-    Reserve,
-)
+from ..metadata.wire.membership import HandedOn, Keep
+from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
 from ..metadata.wire.node_info import Lender, Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .chunk_length import MAX_AHEAD, PromptTokens

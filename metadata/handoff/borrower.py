@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ..estimate import Estimate, Fading
-from ..wire.messages import Borrow
+from ..wire.data_link import Borrow
 from ..wire.node_info import Lender
 from ..wire.request import Unit
 from .client import HandoffClient

@@ -26,8 +26,20 @@ import zmq
 
 from ..bus.sockets import DroppedFrames
 from ..errors import ConfigError, OutOfMemory, ProtocolError, StaleMessage, TransferError
-from ..wire.data_link import LinkRefused, LinkWelcome
-from ..wire.messages import Ack, Borrow, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
+from ..wire.data_link import (
+    Ack,
+    Borrow,
+    Claim,
+    Drop,
+    LinkRefused,
+    LinkWelcome,
+    Offer,
+    Pages,
+    Revoke,
+    RevokeAck,
+    ToDecode,
+    UnknownClaim,
+)
 from ..wire.node_info import Peer
 from ..wire.request import MAX_TEXT, Unit, pack_ids
 from .endpoint import Endpoint

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from ..errors import ConfigError, OutOfMemory, ProtocolError
-from ..wire.data_link import LinkHello
-from ..wire.messages import Pull, ToPrefill
+from ..wire.data_link import LinkHello, Pull, ToPrefill
 from ..wire.node_info import HostMemory
 from ..wire.request import Unit
 from .endpoint import Endpoint

@@ -24,8 +24,19 @@ import zmq
 from ..bus.sockets import DroppedFrames
 from ..errors import ConfigError, OutOfMemory, ProtocolError
 from ..logs import Throttle
-from ..wire.data_link import LinkHello
-from ..wire.messages import Ack, Borrow, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
+from ..wire.data_link import (
+    Ack,
+    Borrow,
+    Claim,
+    Drop,
+    LinkHello,
+    Pull,
+    Renew,
+    Revoke,
+    RevokeAck,
+    ToPrefill,
+    UnknownClaim,
+)
 from ..wire.request import MAX_TEXT, Unit
 from .endpoint import Endpoint
 from .loans import LendingCache, Loans, NoCache

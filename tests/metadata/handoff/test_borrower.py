@@ -11,7 +11,7 @@ from handoff_nodes import SCHEMA, LateCache, make_client, make_server, peer_of, 
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import Lease, PrefixCache
 from baton.metadata.handoff.borrower import FIRST_S, Borrower
-from baton.metadata.wire.messages import Borrow
+from baton.metadata.wire.data_link import Borrow
 from baton.metadata.wire.node_info import Lender, Peer
 from baton.metadata.wire.request import Unit
 
