@@ -33,9 +33,12 @@ from ...metadata.wire.membership import (
     Cordon,
     Flush,
     ForgetSalts,
+    HandedOn,
+    HandOn,
     Heartbeat,
     Hello,
     Inspect,
+    Keep,
     Leaving,
     LedgerReport,
     Proven,
@@ -49,9 +52,6 @@ from ...metadata.wire.messages import (
     CapacityFreed,
     Compute,
     Failed,
-    HandedOn,
-    HandOn,
-    Keep,
     Prefill,
     PrefillDone,
     Reserve,
@@ -213,7 +213,7 @@ class Dispatcher:
         """Ask all nodes for their page ledgers. With `flush` they empty their prefix caches first."""
         for node in self.registry.nodes.values():
             if flush:
-                self._placement.forget_cache(node)
+                self._placement.figures.forget_cache(node)
             kind = Flush if flush else Inspect
             self._effects.append(Send(node, kind(router_epoch=self.epoch, query=query)))
         return self._take(now)
@@ -386,7 +386,7 @@ class Dispatcher:
     def _heard_service(self, node: Node, before: Service | None, service: Service, now: float) -> None:
         """A node says what other routers' operators have asked of it."""
         if before is not None and service.num_flushes > before.num_flushes:
-            self._placement.forget_cache(node)
+            self._placement.figures.forget_cache(node)
         if service.is_cordoned == node.is_cordoned and not self._drains.told:
             return
         if self._drains.heard(node, service, now + self._config.drain_timeout_s):
@@ -437,10 +437,10 @@ class Dispatcher:
             self._dispatch(entry, attempt, now)
             return True
         if place.prefill is None:
-            attempt.lender = self._placement.lender(place.decode, entry, now)
+            attempt.lender = self._placement.figures.lender(place.decode, entry, now)
         message = self.reservations.begin(entry, attempt, place.decode, now)
         if place.prefill is None:
-            attempt.num_uncached = self._placement.begin_prompt(place.decode, entry, attempt.number, now)
+            attempt.num_uncached = self._placement.figures.begin_prompt(place.decode, entry, attempt.number, now)
         request.timeline.begin(_sequences(request, place.choices), "reserve", now, attempt, place.decode_reason)
         self._effects.append(Send(place.decode, message))
         return True
@@ -511,8 +511,8 @@ class Dispatcher:
         attempt.dispatched = True
         attempt.sent_at = now
         if prefill is not None:
-            attempt.lender = self._placement.lender(prefill, entry, now)
-            attempt.num_uncached = self._placement.begin_prompt(prefill, entry, attempt.number, now)
+            attempt.lender = self._placement.figures.lender(prefill, entry, now)
+            attempt.num_uncached = self._placement.figures.begin_prompt(prefill, entry, attempt.number, now)
         if request.dispatched_at is None:
             request.dispatched_at = now
             request.charge_prompt(attempt.num_uncached)
@@ -536,7 +536,7 @@ class Dispatcher:
             extra=request.log_fields,
         )
         if attempt.decode is not None and not request.is_canary:
-            self._placement.will_cache(attempt.decode, entry, now)
+            self._placement.figures.will_cache(attempt.decode, entry, now)
         if prefill is None:
             return
         message = Prefill(
@@ -724,7 +724,7 @@ class Dispatcher:
 
     def _lose(self, node: Node, reason: str, now: float) -> None:
         """A node is gone: what it held goes on elsewhere."""
-        self._placement.forget_cache(node)
+        self._placement.figures.forget_cache(node)
         self._handed_on.pop(node.routing_id, None)
         self.health.forget(node)
         self._end_all(self._rescheduling.lost(node, reason, now), now)

@@ -13,6 +13,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load
 from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill
 from baton.router.placement.node_choice import (
+    EXPECTED_S,
     DecodeFigures,
     PrefillFigures,
     choose_decode,
@@ -20,7 +21,7 @@ from baton.router.placement.node_choice import (
     decode_reason,
     prefill_reason,
 )
-from baton.router.placement.placement import EXPECTED_S, Placement
+from baton.router.placement.placement import Placement
 from baton.router.waiting.entry import Entry
 
 from ..conftest import System
@@ -153,7 +154,7 @@ def test_a_place_says_why_it_has_its_nodes() -> None:
     assert reasons()[1] == "the only one of 2 decode nodes that has room now"
     entry.request.failed_pairs.add((first.routing_id, decodes[1].routing_id))
     assert reasons()[1] == unready + ", or the request failed there"
-    placement.begin_prompt(first, entry, 0, 0.0)
+    placement.figures.begin_prompt(first, entry, 0, 0.0)
     assert reasons()[0] == "the only prefill node; it probably holds 32 of the prompt's 40 tokens in its prefix cache"
     entry.pair = first, decodes[0]
     assert reasons()[1] == "a canary request tries this node"
@@ -177,7 +178,7 @@ def test_sessions_are_kept_apart_by_tenant_and_found_by_header_or_field(make_sys
     for n in range(8):
         nodes([40 + n] * 20, {"X-Session-ID": f"s{n}"})
     dispatcher = system.router.router.dispatcher._dispatcher
-    session = dispatcher._placement._prefill_sessions._nodes
+    session = dispatcher._placement.figures._prefill_sessions._nodes
     assert len(session) == 8
     first, last = next(iter(session)), dispatcher.registry
     other = next(key for key, node in last.nodes.items() if node.role == "prefill" and key != session[first])
@@ -339,7 +340,7 @@ def test_the_next_turn_goes_to_the_nodes_that_have_told_its_pages(late: bool) ->
     assert (place.prefill.node_id, place.decode.node_id) == ("p2", "d1")
     assert "; it holds 80 of the prompt's 100 tokens in its prefix cache" in place.prefill_reason
     assert place.decode_reason.startswith("it has 96% of the prompt in its prefix cache")
-    assert placement.begin_prompt(place.prefill, entry, 0, 0.0) == 20
+    assert placement.figures.begin_prompt(place.prefill, entry, 0, 0.0) == 20
 
 
 def test_no_prompt_is_placed_by_the_pages_of_another_tenant() -> None:
@@ -364,8 +365,8 @@ def test_pages_of_a_prompt_under_way_are_expected_until_the_node_would_have_told
     for node in nodes:
         tell_pages(node, entry.names, 0)
     second = nodes[1]
-    placement.begin_prompt(second, entry, 0, 10.0)
-    assert placement._num_uncached(second, entry, 60.0) == 4, "the prompt still waits there"
+    placement.figures.begin_prompt(second, entry, 0, 10.0)
+    assert placement.figures._num_uncached(second, entry, 60.0) == 4, "the prompt still waits there"
     second.end_prompt(entry.request.rid, 0)
-    assert placement._num_uncached(second, entry, 11.0) == 4
-    assert placement._num_uncached(second, entry, 10.1 + EXPECTED_S) == 100, "it has told nothing of them"
+    assert placement.figures._num_uncached(second, entry, 11.0) == 4
+    assert placement.figures._num_uncached(second, entry, 10.1 + EXPECTED_S) == 100, "it has told nothing of them"
