@@ -17,13 +17,13 @@ order. A node's message, a failed send, a tick: each is one event. The parts bel
     streams                          tokens for clients, and missing tokens
     rescheduling, cancels, drains    requests that move to other nodes, and work that nodes must drop
     registry, health                 the joined nodes, and the pairs of them that work
+    cached_texts                     texts that nodes keep for a node that leaves, or forget
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ...metadata.errors import BatonError, OutOfMemory, ProtocolError, RequestError, TransferError, Unavailable
@@ -32,13 +32,10 @@ from ...metadata.wire.membership import (
     CanaryTold,
     Cordon,
     Flush,
-    ForgetSalts,
-    HandedOn,
     HandOn,
     Heartbeat,
     Hello,
     Inspect,
-    Keep,
     Leaving,
     LedgerReport,
     Proven,
@@ -60,7 +57,7 @@ from ...metadata.wire.messages import (
     ToNode,
     ToRouter,
 )
-from ...metadata.wire.node_info import Lender, Service
+from ...metadata.wire.node_info import Service
 from ..config import RouterConfig
 from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from ..figures.metrics import Metrics
@@ -75,6 +72,7 @@ from ..requests.request import Request, Sequence
 from ..requests.trace import FinishedTraces, Outcome
 from ..waiting.admission import Asked, Bounds, Queues, RefusedRequest
 from ..waiting.entry import Entry, PairFull, Pinned
+from .cached_texts import CachedTexts
 from .cancels import Cancels
 from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
 from .rescheduling import Rescheduling
@@ -84,7 +82,6 @@ from .streams import SequenceEnded, TokenStreams
 logger = logging.getLogger(__name__)
 
 SLOW_TICK_S = 0.25  # what need not be looked at on every tick
-FORGET_S = 5.0  # from the last request of a tenant that is gone until nodes remove its pages again
 WINDOW = 16  # entries per group that may have a reservation under way at once
 
 
@@ -98,8 +95,6 @@ class Dispatcher:
         self._metrics = metrics
         self._effects: Effects = []
         self._requests: dict[str, Request] = {}
-        self._handed_on: Counter[bytes] = Counter()  # pages of nodes that have left, by the routing id of their heir
-        self._forgotten: dict[str, float] = {}  # beginnings of salts, and when nodes are told again to forget them
         self._comings: list[tuple[Node, str | None]] = []  # nodes that joined, or were lost and why
         self._to_pump: set[NodeGroup] = set()  # where requests that wait may have room since this event
         self.registry = Registry(
@@ -129,6 +124,7 @@ class Dispatcher:
             config.max_attempts,
         )
         self._drains = Drains(self.registry.nodes)
+        self._texts = CachedTexts(epoch, self.registry.nodes, self._effects)
         self._slow_tick_at = -math.inf
 
     @property
@@ -221,22 +217,8 @@ class Dispatcher:
     def forget_salts(self, prefix: str, now: float) -> list[Effect]:
         """Have the cached pages of all salts that begin so removed: now, and again some time after the last request of
         such a salt, which leaves pages."""
-        self._forgotten[prefix] = now + FORGET_S
-        self._tell_forgotten(prefix)
+        self._texts.forget(prefix, now)
         return self._take(now)
-
-    def _tell_forgotten(self, prefix: str) -> None:
-        for node in self.registry.nodes.values():
-            if node.knows(ForgetSalts):
-                self._effects.append(Send(node, ForgetSalts(router_epoch=self.epoch, prefix=prefix)))
-
-    def _repeat_forgotten(self, now: float) -> None:
-        for prefix, due in list(self._forgotten.items()):
-            if any(request.cache_salt.startswith(prefix) for request in self._requests.values()):
-                self._forgotten[prefix] = now + FORGET_S
-            elif now >= due:
-                del self._forgotten[prefix]
-                self._tell_forgotten(prefix)
 
     def close(self, now: float) -> list[Effect]:
         """End every request with an error."""
@@ -353,30 +335,13 @@ class Dispatcher:
             case TokenizerFile():
                 self._tokenizer(node, message, now)
             case HandOn():
-                self._hand_on(node, message)
+                self._texts.hand_on(node, message)
             case Leaving():
                 if message.done:
                     self._drains.left(node)
                 self.registry.leaving(node, message, now)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a node that has joined", node=node.node_id)
-
-    def _hand_on(self, node: Node, message: HandOn) -> None:
-        """A decode node leaves, and names a text that it has cached. Tell the decode node with most room of it."""
-        heirs = [
-            each
-            for each in node.group.live("decode")
-            if each is not node and each.hello.borrows and each.knows(Keep) and each.shares_protocol(node)
-        ]
-        self._effects.append(Send(node, HandedOn(router_epoch=self.epoch, has_heir=bool(heirs))))
-        if heirs:
-            heir = max(heirs, key=lambda each: each.load.free_pages - self._handed_on[each.routing_id])
-            self._handed_on[heir.routing_id] += message.num_pages
-            lender = Lender(node.peer_of(heir), message.num_pages)
-            kept = Keep(
-                router_epoch=self.epoch, lender=lender, token_ids=message.token_ids, cache_salt=message.cache_salt
-            )
-            self._effects.append(Send(heir, kept))
 
     def _ask_pages(self, node: Node, now: float) -> None:
         """Ask a node to tell its cached pages anew if some of its news is missing."""
@@ -725,7 +690,7 @@ class Dispatcher:
     def _lose(self, node: Node, reason: str, now: float) -> None:
         """A node is gone: what it held goes on elsewhere."""
         self._placement.figures.forget_cache(node)
-        self._handed_on.pop(node.routing_id, None)
+        self._texts.lost(node)
         self.health.forget(node)
         self._end_all(self._rescheduling.lost(node, reason, now), now)
         self.cancels.forget(node)
@@ -792,7 +757,8 @@ class Dispatcher:
         self._look(now)
         self.cancels.repeat(now)
         self._tell_drains()
-        self._repeat_forgotten(now)
+        if self._texts.forgotten:
+            self._texts.repeat(self._requests.values(), now)
         for node in overdue(self.registry.nodes.values(), now):
             self._end_all(self._rescheduling.evict(node, "its time to drain is over", now), now)
             self._to_pump.add(node.group)
