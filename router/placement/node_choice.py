@@ -2,7 +2,7 @@
 
 The functions `choose_...` are pure. The functions `..._reason` say in words why a node was chosen, from the figures
 that were compared, and return "" if there was only one node to choose from. If either role may compute the prompt,
-prompt_placement.py compares the nodes. `NodeFigures` collects the figures.
+prompt_placement.py compares the nodes. `EntryFigures` collects the figures.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class SessionAffinity:
             self._nodes.popitem(last=False)
 
 
-class NodeFigures:
+class EntryFigures:
     """The figures of nodes for one entry: queue, room, pages of the prompt that they have, and whether they served its
     session last."""
 

@@ -25,7 +25,7 @@ from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
 from ..waiting.entry import Entry
 from .node_choice import (
-    NodeFigures,
+    EntryFigures,
     cached_words,
     choose_decode,
     choose_prefill,
@@ -88,7 +88,7 @@ class Placement:
     ) -> None:
         self._is_usable, self._is_shared = is_usable, is_shared
         self._held: set[NodeGroup] = set()
-        self.figures = NodeFigures()
+        self.figures = EntryFigures()
 
     def usable_pairs(self, group: NodeGroup) -> UsablePairs:
         """Return the pairs of a group that may get requests."""

@@ -28,9 +28,9 @@ def draw_nodes() -> None:
 
 def lend_nothing() -> None:
     """Name no node as a lender. Prompts are placed as ever."""
-    from baton.router.placement.placement import Placement
+    from baton.router.placement.node_choice import EntryFigures
 
-    Placement.lender = lambda *_: None
+    EntryFigures.lender = lambda *_: None
 
 
 VARIANTS: dict[str, Callable[[], None]] = {"random placement": draw_nodes, "no borrowing": lend_nothing}
