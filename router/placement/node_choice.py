@@ -1,8 +1,8 @@
-"""Node choice compares decode nodes, and prefill nodes, for a prompt that a prefill node must compute.
+"""Node choice compares decode nodes for a prompt that a prefill node computes, and collects the figures of all nodes
+(`EntryFigures`). prompt_placement.py compares the nodes that could compute the prompt.
 
-The functions `choose_...` are pure. The functions `..._reason` say in words why a node was chosen, from the figures
-that were compared, and return "" if there was only one node to choose from. If either role may compute the prompt,
-prompt_placement.py compares the nodes. `EntryFigures` collects the figures.
+`choose_decode` is pure. `decode_reason` says in words why a node was chosen, from the figures that were compared, and
+returns "" if there was only one node to choose from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from .prompt_placement import (
     LocalFigures,
     RemoteFigures,
     load_reason,
-    tokens_reason,
 )
 
 MAX_SESSIONS = 32768  # remembered per role
@@ -59,16 +58,6 @@ class DecodeFigures(NamedTuple):
         return self.num_running / self.max_running - self.slack
 
 
-class PrefillFigures(NamedTuple):
-    """Figures by which `choose_prefill` compares prefill nodes."""
-
-    queued_tokens: int  # prompt tokens still to compute
-    num_queued: int
-    max_queued: int
-    cached_tokens: int  # of this prompt, in its prefix cache
-    is_sessions: bool = False  # it served the request's session last
-
-
 def choose_decode(figures: Sequence[DecodeFigures], num_pages: int) -> int | None:
     """Return the index of the least loaded node with room for `num_pages`, None if all are full. The session's node,
     and one that has pages of the prompt, may be a little fuller (`DecodeFigures.slack`)."""
@@ -101,38 +90,6 @@ def _with_room(figures: Sequence[DecodeFigures], num_pages: int) -> list[int]:
         for index, node in enumerate(figures)
         if not node.is_full and node.room >= num_pages and node.num_running < node.max_running
     ]
-
-
-def choose_prefill(figures: Sequence[PrefillFigures], prompt_len: int) -> int | None:
-    """Return the index of the node with the fewest tokens to compute up to this prompt's end, None if all are full. The
-    node of the session counts as if it had the whole prompt in its cache."""
-    return min(
-        (index for index, node in enumerate(figures) if node.num_queued < node.max_queued),
-        key=lambda index: (_tokens_to_end(figures[index], prompt_len), figures[index].num_queued),
-        default=None,
-    )
-
-
-def prefill_reason(figures: Sequence[PrefillFigures], prompt_len: int, index: int) -> str:
-    """Return why `choose_prefill` returned this index, "" if no other node takes prompts."""
-    chosen = figures[index]
-    others = [each for number, each in enumerate(figures) if number != index and each.num_queued < each.max_queued]
-    if not others:
-        return ""
-    fewest = min(_tokens_to_end(each, prompt_len) for each in others)
-    num_tokens = _tokens_to_end(chosen._replace(is_sessions=False), prompt_len)
-    if chosen.is_sessions and num_tokens >= fewest:
-        return (
-            f"the session stays with its prefill node: {chosen.queued_tokens:,} tokens to compute before this prompt, "
-            f"elsewhere at least {fewest:,} up to its end"
-        )
-    tied = [each.num_queued for each in others if _tokens_to_end(each, prompt_len) == num_tokens]
-    prompts = f", and it has the fewest prompts: {chosen.num_queued}" if tied and chosen.num_queued < min(tied) else ""
-    return tokens_reason(num_tokens, [_tokens_to_end(each, prompt_len) for each in others]) + prompts
-
-
-def _tokens_to_end(node: PrefillFigures, prompt_len: int) -> int:
-    return node.queued_tokens + (0 if node.is_sessions else prompt_len - node.cached_tokens)
 
 
 def only_reason(role: Role, num_live: int, num_able: int, *, has_failed: bool) -> str:
@@ -229,16 +186,6 @@ class EntryFigures:
             node.load.round_s,
         )
 
-    def prefill(self, node: Node, entry: Entry, now: float) -> PrefillFigures:
-        """Return the figures of a prefill node for a prompt."""
-        return PrefillFigures(
-            node.num_prompt_tokens,
-            node.num_prompts,
-            node.max_prompts,
-            len(entry.request.prompt_ids) - self._num_uncached(node, entry, now),
-            node.routing_id == self._prefill_sessions.node_of(entry.request.session),
-        )
-
     def local(self, node: Node, entry: Entry, now: float) -> LocalFigures:
         """Return the figures of a decode node that would compute the prompt itself."""
         return LocalFigures(
@@ -264,7 +211,12 @@ class EntryFigures:
             0.0 if decode is None else entry.request.group.handoff_s.mean,
             0.0 if decode is None else decode.load.round_s,
             entry.request.group.errors["remote"].factor(now),
+            node.num_prompts,
         )
+
+    def follows_session(self, prefill: Node, entry: Entry) -> bool:
+        """Whether a prefill node served the session of the entry last."""
+        return self._prefill_sessions.node_of(entry.request.session) == prefill.routing_id
 
     def _num_uncached(self, node: Node, entry: Entry, now: float) -> int:
         """Return how many prompt tokens the node has to compute, as far as is known: all, if it scores them."""

@@ -28,15 +28,14 @@ from .node_choice import (
     EntryFigures,
     cached_words,
     choose_decode,
-    choose_prefill,
     decode_reason,
     only_reason,
-    prefill_reason,
 )
 from .prompt_placement import (
     LocalFigures,
     RemoteFigures,
     choose_local,
+    choose_remote,
     local_reason,
     place_sooner,
     remote_reason,
@@ -264,15 +263,15 @@ class Placement:
         if self._is_held(entry, able, now):
             return None
         nodes = self._short(entry, able, now)
-        figures = [self.figures.prefill(node, entry, now) for node in nodes]
-        prompt_len = len(entry.request.prompt_ids)
-        index = choose_prefill(figures, prompt_len)
-        if index is None:
-            return None
-        reason = self._reason(entry, "prefill", len(able), prefill_reason(figures, prompt_len, index))
-        return Chosen(
-            nodes[index], reason + cached_words(nodes[index], entry, prompt_len - figures[index].cached_tokens, now)
-        )
+        nodes = [node for node in nodes if node.num_prompts < node.max_prompts]
+        figures = [
+            self.figures.remote(node, decode, entry, now)._replace(
+                is_sessions=self.figures.follows_session(node, entry)
+            )
+            for node in nodes
+        ]
+        index = choose_remote(figures)
+        return None if index is None else self._chosen_remote(entry, nodes, figures, index, len(able), now)
 
     # Reasons
 
