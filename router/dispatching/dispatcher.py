@@ -134,10 +134,6 @@ class Dispatcher:
 
     # What clients and operators ask for
 
-    def check_room(self, group: NodeGroup, asked: Asked, now: float) -> None:
-        """Raises Overloaded or RequestError if requests like these may not wait now. Changes nothing else."""
-        self.queues.check_room(group, asked, now)
-
     def make_room(self, group: NodeGroup, asked: Asked, now: float) -> list[Effect]:
         """Check the room right before `submit`. If the queues are full, other requests may be refused for it: those of
         a tenant with more of them, or those of its own tenant with lower priority."""
