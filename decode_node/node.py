@@ -44,26 +44,15 @@ from ..engine.rounds.executor import Executor
 from ..engine.rounds.rounds import LocalChunk, Rounds
 from ..engine.state.prefix_cache import PrefixCache
 from ..engine.work import Accepted, no_token
-from ..metadata.bus.membership import Membership, RouterGone
+from ..metadata.bus.membership import DataLinks, Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, RoundOutOfMemory
 from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
-from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.transfer import Arrived, Event, LoanOver, Revoked, TransferFailed
-from ..metadata.wire.messages import (
-    Admitted,
-    Cancel,
-    Cancelled,
-    Compute,
-    Failed,
-    HandedOn,
-    Keep,
-    PrefillDone,
-    Resend,
-    Reserve,
-)
+from ..metadata.wire.membership import HandedOn, Keep
+from ..metadata.wire.messages import Admitted, Cancel, Cancelled, Compute, Failed, PrefillDone, Resend, Reserve
 from ..metadata.wire.node_info import Lender, Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, Unit
 from .chunk_length import MAX_AHEAD, PromptTokens
@@ -415,8 +404,6 @@ class DecodeNode:
             self._arrive(event)
         if self._server is not None:
             self._server.poll()  # nobody waits for a loan's end
-        if self._kept is not None:
-            self._kept.begin()
 
     @property
     def _expects_arrivals(self) -> bool:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ..metadata.bus.membership import Membership
 from ..metadata.handoff.borrower import Borrower
 from ..metadata.handoff.server import HandoffServer
-from ..metadata.wire.messages import HandedOn, HandOn, Keep
+from ..metadata.wire.membership import HandedOn, HandOn, Keep
 from ..metadata.wire.request import Unit, pack_ids, unpack_ids
 from .state.pages import Owner
 from .state.prefix_cache import CachedText, Lease, PrefixCache
@@ -107,19 +107,20 @@ class KeptTexts:
         return unit in self._kept
 
     def add(self, message: Keep) -> None:
-        """Remember a text of a node that leaves, to be borrowed later."""
+        """Borrow a text of a node that leaves, now or when fewer texts are borrowed."""
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(message)
-
-    def begin(self) -> None:
-        """Borrow texts that wait. To be called once per step."""
-        while self._waiting and len(self._kept) < MOST_AT_ONCE:
-            self._begin(self._waiting.popleft())
+        self._begin_next()
 
     def end(self, unit: Unit) -> None:
         """The loan of a text is over. What has come is in the cache."""
         kept = self._kept.pop(unit)
         self._cache.release(kept.lease, kept.pages)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        while self._waiting and len(self._kept) < MOST_AT_ONCE:
+            self._begin(self._waiting.popleft())
 
     def _begin(self, message: Keep) -> None:
         token_ids, lender = unpack_ids(message.token_ids), message.lender

@@ -35,7 +35,6 @@ from .engine import Engine, default_node_id, read_target, use_threads
 from .progress import ProgressBar
 from .ranks.processes import RankProcesses
 from .ranks.ranks import ONE_RANK, Ranks
-from .ranks.steps import GroupSteps
 from .state.memory_share import fit_pools, memory_to_start, rehearsal_pages
 from .tiers.opening import open_disk_tier
 from .tuning.tuning import share_choices, tune, use_file
@@ -139,7 +138,7 @@ def serve(
     if steps is not None:
         steps.begin_service()
     try:
-        while not _is_over(membership, node, steps):
+        while not (membership.is_over if steps is None else steps.may_end(membership, is_idle=node.is_idle)):
             try:
                 if ranks is not None:
                     ranks.check()
@@ -166,14 +165,6 @@ def serve(
         if events is not None:
             events.close()
     return 0
-
-
-def _is_over(membership: Membership, node: ServedNode, steps: GroupSteps | None) -> bool:
-    """Return whether the node may exit. Ranks that step together exit together, or when their time to drain is over."""
-    is_over = membership.is_over
-    if steps is None or not membership.is_leaving or (is_over and not node.is_idle):
-        return is_over
-    return steps.finish(is_idle=is_over)
 
 
 def make_membership(

@@ -38,14 +38,15 @@ from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
 from ..engine.sampling.state import ended
 from ..engine.work import FirstTokens, HandoffRows, no_token
-from ..metadata.bus.membership import Membership, RouterGone
+from ..metadata.bus.membership import DataLinks, Membership, RouterGone
 from ..metadata.bus.session import RouterWork
 from ..metadata.errors import OutOfMemory, RequestError
 from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
-from ..metadata.handoff.data_links import DataLinks
 from ..metadata.handoff.server import HandoffServer
-from ..metadata.wire.messages import Cancel, Cancelled, Failed, HandedOn, Keep, Prefill, PrefillDone, Resend
+from ..metadata.handoff.transfer import LoanOver
+from ..metadata.wire.membership import HandedOn, Keep
+from ..metadata.wire.messages import Cancel, Cancelled, Failed, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
 from ..metadata.wire.request import MAX_TEXT, TokenLogprobs, Unit
 from . import chunk_work
@@ -110,6 +111,7 @@ class PrefillNode:
         if self.cache.tier is not None:
             self.cache.tier.compute_token_s = lambda: self._rate.token_s
         self._borrower = None if client is None else Borrower(self.cache, client, lambda: self._rate.token_s)
+        self._loans_over: list[Unit] = []
         self._kept = None if self._borrower is None else KeptTexts(self.cache, self._borrower)
         self._handing_on = HandingOn(self.cache, membership, None if client is None else handoff)
         self._keys = itertools.count()
@@ -316,18 +318,26 @@ class PrefillNode:
         most = self.scheduler.most_cached(request)
         return self._borrower.begin(request.loan, request.lender, request.token_ids, request.pages, request.lease, most)
 
+    def _pull(self) -> None:
+        """Pull pages that are borrowed."""
+        for event in () if self._client is None else self._client.poll():
+            assert isinstance(event, LoanOver) and self._borrower is not None, event
+            unit = self._borrower.take(event)
+            if unit is not None:
+                self._loans_over.append(unit)
+
     def _end_loans(self) -> None:
-        """Pull pages that are borrowed, and compute the prompts whose loans are over."""
-        if self._borrower is None or self._kept is None:
-            return
-        for unit in self._borrower.poll():
-            if unit in self._kept:
+        """Pull, and compute the prompts whose loans are over."""
+        self._pull()
+        over, self._loans_over = self._loans_over, []
+        for unit in over:
+            if self._kept is not None and unit in self._kept:
                 self._kept.end(unit)
-                continue
-            request = next(each for each in self.scheduler.borrowing if each.loan == unit)
-            self.scheduler.end_loan(request)
-            self._begin_computing(request)
-        self._kept.begin()
+            for request in [each for each in self.scheduler.borrowing if each.loan == unit]:  # none if it was dropped
+                self.scheduler.end_loan(request)
+                self._begin_computing(request)
+        if self._kept is not None:
+            self._kept.begin()
 
     def _begin_computing(self, request: Request) -> None:
         self._counts.prompt_tokens += len(request.token_ids)
@@ -377,8 +387,7 @@ class PrefillNode:
             return
         while not chunk.submitted.is_computed:
             self._end_tickets()
-            if self._borrower is not None:
-                self._borrower.pull()
+            self._pull()
             time.sleep(_PAUSE_S)
         report = chunk.submitted.wait()
         begun = max(report.begun, self._computed_at)  # the device did the last chunk until then

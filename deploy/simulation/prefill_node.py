@@ -15,7 +15,6 @@ from typing import NamedTuple
 from ...prefill_node.chunk_length import ChunkLength, ChunkSeconds, measured_sharing_limit
 from ...router.nodes.node import QUEUED_PER_SLOT
 from ...router.nodes.prompt_role import PromptTimes
-from ...router.placement.node_choice import PrefillFigures
 from ...router.placement.prompt_placement import RemoteFigures
 from .agenda import Agenda
 from .costs import ChunkPart, Costs
@@ -54,39 +53,36 @@ class SimulatedPrefillNode:
         self._is_idle = True
         self._free_at = 0.0  # when the device will have computed all chunks
         self._held_tokens = 0
-        self._num_prompts = self._num_prompt_tokens = 0
+        self.num_prompts = self._num_prompt_tokens = 0  # that are not handed over yet
+        self.max_prompts = QUEUED_PER_SLOT * max_running
         self.busy_s = 0.0
-
-    @property
-    def figures(self) -> PrefillFigures:
-        """The node's load as the router knows it."""
-        return PrefillFigures(self._num_prompt_tokens, self._num_prompts, QUEUED_PER_SLOT * self._max_running, 0)
 
     def remote_figures(self, request: SimulatedRequest, handoff_s: float, round_s: float) -> RemoteFigures:
         """Return the figures by which the router decides whether this node computes the prompt of a request. The
         handoff would take `handoff_s`, and rounds of the decode node take `round_s`."""
         times = PromptTimes(self._rate.token_s, self._rate.fixed_s)
-        num_queued = sum(each.prompt_len - each.num_computed for each in (*self._waiting, *self._computing))
+        num_queued = self._num_prompt_tokens
         if times.are_known:
+            num_queued = sum(each.prompt_len - each.num_computed for each in (*self._waiting, *self._computing))
             num_queued += int(max(0.0, self._free_at - self._agenda.now) / times.token_s)
-        return RemoteFigures(num_queued, request.prompt_len, times, handoff_s, round_s)
+        return RemoteFigures(num_queued, request.prompt_len, times, handoff_s, round_s, num_prompts=self.num_prompts)
 
     @property
     def is_empty(self) -> bool:
         """Whether the node holds nothing."""
-        return not (self._waiting or self._computing or self._held_tokens or self._num_prompts)
+        return not (self._waiting or self._computing or self._held_tokens or self.num_prompts)
 
     def submit(self, request: SimulatedRequest) -> None:
         """Queue a prompt."""
         self._waiting.append(request)
-        self._num_prompts += 1
+        self.num_prompts += 1
         self._num_prompt_tokens += request.prompt_len
         self._wake()
 
     def release(self, request: SimulatedRequest) -> None:
         """The pages of a prompt are handed over."""
         self._held_tokens -= request.prompt_len
-        self._num_prompts -= 1
+        self.num_prompts -= 1
         self._num_prompt_tokens -= request.prompt_len
         self._wake()
 

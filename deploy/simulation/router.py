@@ -1,7 +1,7 @@
 """The simulated router: a queue of requests that wait for room, first come, first served.
 
 Its decisions are the product's own: who computes a prompt (`place_prompt`, `place_sooner`), which decode node generates
-(`choose_decode`, `choose_local`), which prefill node computes (`choose_prefill`). Two things are simpler. The router
+(`choose_decode`, `choose_local`), which prefill node computes (`choose_remote`). Two things are simpler. The router
 knows the load of a node at once, without waiting for a report. Prompts are all different, so no prefix cache helps.
 """
 
@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from ...router.nodes.prompt_role import GroupFacts, handoff_estimate, place_prompt
-from ...router.placement.node_choice import choose_decode, choose_prefill
-from ...router.placement.prompt_placement import choose_local, place_sooner
+from ...router.placement.node_choice import choose_decode
+from ...router.placement.prompt_placement import choose_local, choose_remote, place_sooner
 from .agenda import Agenda
 from .costs import Costs
 from .decode_node import SimulatedDecodeNode
@@ -94,7 +94,7 @@ class SimulatedRouter:
         prefills = list[SimulatedPrefillNode]()
         round_s = handoff_s = 0.0
         if decode is not None or request.num_tokens == 1:
-            prefills = [node for node in self._prefills if node.figures.num_queued < node.figures.max_queued]
+            prefills = self._free_prefills()
         if request.num_tokens > 1 and decode is not None:
             round_s, handoff_s = decode.round_s, self._handoff_s.mean
         nodes = self._local_nodes()
@@ -120,11 +120,15 @@ class SimulatedRouter:
 
     def _place_remote(self, request: SimulatedRequest) -> bool:
         decode = self._choose_decode(request) if request.num_tokens > 1 else None
-        index = choose_prefill([node.figures for node in self._prefills], request.prompt_len)
+        prefills = self._free_prefills()
+        index = choose_remote([node.remote_figures(request, 0.0, 0.0) for node in prefills])
         if index is None or (decode is None and request.num_tokens > 1):
             return False
-        self._begin_remote(request, self._prefills[index], decode)
+        self._begin_remote(request, prefills[index], decode)
         return True
+
+    def _free_prefills(self) -> list[SimulatedPrefillNode]:
+        return [node for node in self._prefills if node.num_prompts < node.max_prompts]
 
     def _begin_remote(
         self, request: SimulatedRequest, prefill: SimulatedPrefillNode, decode: SimulatedDecodeNode | None

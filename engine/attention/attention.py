@@ -139,7 +139,7 @@ def _begin_gathered(config: ModelConfig, batch: ForwardBatch, pools: ModelPools,
     clear_fresh_pages(kv, plan)
     if pools.values is not None:
         clear_fresh_pages(pools.values, plan)
-    context = _GatheredAttention(config, plan, kv.unbind(0), pools.value_layers, *cos_sin)
+    context = _GatheredAttention(config, plan, kv.unbind(0), pools.values, *cos_sin)
     if config.index is None:
         return context
     keys = pools.further[INDEX]
@@ -175,7 +175,7 @@ class _GatheredAttention(AttentionContext):
     config: ModelConfig
     plan: AttentionPlan
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, num_planes, num_kv_heads, page_size, head_dim]
-    values: tuple[torch.Tensor, ...] | None  # [num_pages, 1, num_kv_heads, page_size, value_dim]; None: beside keys
+    values: torch.Tensor | None  # [num_layers, num_pages, 1, num_kv_heads, page_size, value_dim]; None: beside keys
     cos: torch.Tensor  # [num_tokens, 1, rotary_dim]
     sin: torch.Tensor  # [num_tokens, 1, rotary_dim], signed
 
@@ -187,7 +187,7 @@ class _GatheredAttention(AttentionContext):
         if norms is not None:
             q.copy_(rms_norm(q, norms.q, config.rms_norm_eps))
             k.copy_(rms_norm(k, norms.k, config.rms_norm_eps))
-        apply_rotary_(qkv[:, :num_rotated, config.head_dim - config.rotated_size :], self.cos, self.sin)
+        apply_rotary_(qkv[:, :num_rotated, -self.cos.shape[-1] :], self.cos, self.sin)
         kv_layer = self.kv_layers[heads.layer]
         if self.values is None:
             values = None

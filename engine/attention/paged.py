@@ -41,7 +41,7 @@ def begin_paged(config: ModelConfig, batch: ForwardBatch, pools: ModelPools, cos
         return _PagedLatents(config.latent.scale, plan, Turns(cos, sin, plan.new_rows), pieces, kv_layers)
     fuses = set(config.sliding_window) == {None} and not config.has_sinks
     prompts = PromptPieces.of(batch, kv, cos.dtype) if fuses else None
-    return _PagedAttention(config, paged_plan(batch), prompts, kv_layers, pools.value_layers, cos, sin)
+    return _PagedAttention(config, paged_plan(batch), prompts, kv_layers, pools.values, cos, sin)
 
 
 def longest_rehearsal(index: IndexConfig, num_tokens: int, rate: int = 1) -> int:
@@ -93,7 +93,7 @@ class _PagedAttention(AttentionContext):
     plan: PagedPlan
     prompts: PromptPieces | None
     kv_layers: tuple[torch.Tensor, ...]  # each [num_pages, 2, num_kv_heads, page_size, head_dim]
-    values: tuple[torch.Tensor, ...] | None  # [num_pages, 1, num_kv_heads, page_size, value_dim]; None: beside keys
+    values: torch.Tensor | None  # [num_layers, num_pages, 1, num_kv_heads, page_size, value_dim]; None: beside keys
     cos: torch.Tensor  # [num_tokens, 1, head_dim]
     sin: torch.Tensor  # [num_tokens, 1, head_dim], signed
 

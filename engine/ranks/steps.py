@@ -30,6 +30,8 @@ class RankMembership(Protocol):
 
     @property
     def is_leaving(self) -> bool: ...
+    @property
+    def is_over(self) -> bool: ...
 
     def leave(self, why: str) -> None: ...
 
@@ -171,10 +173,13 @@ class GroupSteps:
             wait([self.board.socket.fileno()])
         self.board.wake()
 
-    def finish(self, *, is_idle: bool) -> bool:
-        """Say whether this rank has nothing left to do. Return whether the group is over, because none has. A request
-        that comes to a rank after that moves to another node."""
-        return self.board.finish(is_idle=is_idle)
+    def may_end(self, membership: RankMembership, *, is_idle: bool) -> bool:
+        """Return whether this rank may exit: the ranks exit together when none has anything left to do, or each when
+        its time to drain is over. A request that comes to a rank after that moves to another node."""
+        is_over = membership.is_over
+        if not membership.is_leaving or (is_over and not is_idle):
+            return is_over
+        return self.board.finish(is_idle=is_over)
 
     def join(self) -> bool:
         """Run the next step without work of this rank, if another rank waits for it. Return whether one did."""

@@ -30,11 +30,6 @@ class ModelPools(NamedTuple):
         return (self.kv, *self.further.values(), *(() if self.values is None else (self.values,)))
 
     @property
-    def value_layers(self) -> tuple[Tensor, ...] | None:
-        """Return the layers of the pool of values; None: `kv` has them."""
-        return None if self.values is None else self.values.unbind(0)
-
-    @property
     def by_window(self) -> tuple[ModelPools, ModelPools]:
         """The pools of layers that see all positions, and of those with a window. Pools beside that of KV serve
         both, and so does that of KV if heads are alike."""

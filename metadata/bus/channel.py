@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..cache.news import CacheNews
+from ..cache.changes import CacheNews
 from ..wire.membership import Hello, TokenizerFile
 from ..wire.messages import ToRouter
 from ..wire.node_info import Load

@@ -17,7 +17,7 @@ from ..wire.messages import ToNode, ToRouter, to_node_decoder
 from .addresses import parse_address, require_keys
 from .connections import TcpConnection
 from .curve import KeyPair, secure_client
-from .router_key import RouterKey
+from .router_addresses import RouterKey
 from .sockets import (
     DRAIN_LIMIT,
     HANDSHAKE_MS,

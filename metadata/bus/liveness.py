@@ -30,7 +30,7 @@ from ..wire.protocol import PROTOCOL_MIN
 from .connections import TcpConnection, time_limit_s
 from .curve import KeyPair
 from .link import connect_dealer
-from .router_key import RouterKey
+from .router_addresses import RouterKey
 from .sockets import HEARTBEAT_SUFFIX, UNACKNOWLEDGED_S, open_monitor, routing_id, send_frames
 
 HEARTBEAT_INTERVAL_S = 0.2

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 import msgspec
 
 from ..wire.membership import (
+    HandedOn,
     Hello,
     HelloAgain,
+    Keep,
     Proven,
     Refusal,
     RouterHeartbeat,
@@ -35,18 +37,7 @@ from ..wire.membership import (
     TokenizerFile,
     Welcome,
 )
-from ..wire.messages import (
-    Cancel,
-    Compute,
-    HandedOn,
-    Keep,
-    OfOperator,
-    Prefill,
-    Resend,
-    Reserve,
-    ToNode,
-    ToRouter,
-)
+from ..wire.messages import Cancel, Compute, OfOperator, Prefill, Resend, Reserve, ToNode, ToRouter
 from .connections import time_limit_s
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ..estimate import Estimate, Fading
-from ..wire.messages import Borrow
+from ..wire.data_link import Borrow
 from ..wire.node_info import Lender
 from ..wire.request import Unit
 from .client import HandoffClient
@@ -119,7 +119,6 @@ class Borrower(Generic[L]):
         schema = client.end.schema
         self.num_tails = tails_before(tail_window(schema), schema.page_size)
         self._loans: dict[Unit, _Loan[L]] = {}
-        self._over: list[Unit] = []  # whose end `poll` has not told
         self._times: dict[str, _LenderTimes] = {}  # by epoch of the lender
         self.totals = BorrowTotals()
 
@@ -127,7 +126,7 @@ class Borrower(Generic[L]):
         self, unit: Unit, lender: Lender, token_ids: Sequence[int], pages: Sequence[int], lease: L, most: int
     ) -> bool:
         """Borrow pages of a prompt if that is sooner than to compute their tokens. Return whether the node does: then
-        `take` names the unit later, unless `drop` comes first.
+        the client's `poll` returns a LoanOver for `take` later, unless `drop` comes first.
 
         `pages` are those of the prompt. The first ones are those of `lease`, which this node had cached. At most the
         first `most` pages come from caches."""
@@ -148,20 +147,6 @@ class Borrower(Generic[L]):
         loan = self._loans[unit] = _Loan(lender, ids, pages[:most], tails, lease, num_here, now, now + most_s)
         self._ask(unit, loan)
         return True
-
-    def pull(self) -> None:
-        """Let the client pull, which has no other claims than these loans."""
-        for event in self._client.poll():
-            assert isinstance(event, LoanOver), event
-            unit = self.take(event)
-            if unit is not None:
-                self._over.append(unit)
-
-    def poll(self) -> list[Unit]:
-        """Pull, and return the units of the loans that are over since the last call."""
-        self.pull()
-        over, self._over = self._over, []
-        return over
 
     def take(self, over: LoanOver) -> Unit | None:
         """Take the end of a loan. Return its unit, or None if the lender may have more: then another loan begins."""
@@ -187,7 +172,6 @@ class Borrower(Generic[L]):
         if loan is not None:
             self._client.drop(unit, reason)
             self._cache.land_tails(loan.lease, loan.tails, 0)
-        self._over = [each for each in self._over if each != unit]
 
     def units(self) -> list[Unit]:
         """Return the units of all loans."""

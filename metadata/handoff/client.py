@@ -26,8 +26,20 @@ import zmq
 
 from ..bus.sockets import DroppedFrames
 from ..errors import ConfigError, OutOfMemory, ProtocolError, StaleMessage, TransferError
-from ..wire.data_link import LinkRefused, LinkWelcome
-from ..wire.messages import Ack, Borrow, Claim, Drop, Offer, Pages, Revoke, RevokeAck, ToDecode, UnknownClaim
+from ..wire.data_link import (
+    Ack,
+    Borrow,
+    Claim,
+    Drop,
+    LinkRefused,
+    LinkWelcome,
+    Offer,
+    Pages,
+    Revoke,
+    RevokeAck,
+    ToDecode,
+    UnknownClaim,
+)
 from ..wire.node_info import Peer
 from ..wire.request import MAX_TEXT, Unit, pack_ids
 from .endpoint import Endpoint
@@ -37,7 +49,7 @@ from .ranks.orders import PullLine
 from .ranks.puller import RankTeam
 from .transfer import Event, LoanOver, Revoked, Transfer, TransferFailed
 from .transports.base import Landed
-from .transports.nixl import num_quarantined
+from .transports.nixl import num_quarantined, rings
 from .transports.ranks import RanksTransport
 
 logger = logging.getLogger(__name__)
@@ -179,7 +191,7 @@ class HandoffClient:
     @property
     def num_quarantined(self) -> int:
         """Number of slots of staging rings whose reads were given up and are not over."""
-        return num_quarantined()
+        return num_quarantined() if rings else 0
 
     def close_peer(self, epoch: str) -> None:
         """Close the link to this epoch of a prefill node. Its memory is unmapped at once; its claims fail at the next

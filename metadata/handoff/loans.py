@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from ..wire.messages import Borrow
+from ..wire.data_link import Borrow
 from ..wire.request import Unit
 from .endpoint import Endpoint
 from .pages import LentPages, OfferedPages

@@ -20,9 +20,8 @@ from ..bus.connections import PortWatch
 from ..bus.descriptors import NodePort, limit_of_descriptors
 from ..bus.sockets import bound_address, receive_frames, send_frames, sender_key
 from ..errors import ProtocolError, StaleMessage
-from ..wire.data_link import LinkWelcome, PagePortWelcome
+from ..wire.data_link import LinkWelcome, PagePortWelcome, Pages, Pull
 from ..wire.frames import decode_frame, encode
-from ..wire.messages import Pages, Pull
 from .data_socket import bind_page_socket
 from .sealing import KEY_BYTES, Opener, Sealer
 

@@ -15,8 +15,7 @@ from typing import ClassVar
 import zmq
 
 from ..errors import ConfigError, OutOfMemory, ProtocolError
-from ..wire.data_link import LinkHello
-from ..wire.messages import Pull, ToPrefill
+from ..wire.data_link import LinkHello, Pull, ToPrefill
 from ..wire.node_info import HostMemory
 from ..wire.request import Unit
 from .endpoint import Endpoint

@@ -30,9 +30,17 @@ from ..bus.connections import TcpConnection
 from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, open_monitor, receive_frames, send_frames
 from ..errors import ConfigError, ProtocolError, Refused, StaleMessage, TransferError, Unreachable
 from ..logs import Throttle
-from ..wire.data_link import LinkHello, LinkWelcome
+from ..wire.data_link import (
+    DATA_FRAME_BYTES,
+    LinkHello,
+    LinkWelcome,
+    Pages,
+    Renew,
+    ToDecode,
+    ToPrefill,
+    to_decode_decoder,
+)
 from ..wire.frames import decode_frame, encode
-from ..wire.messages import DATA_FRAME_BYTES, Pages, Renew, ToDecode, ToPrefill, to_decode_decoder
 from ..wire.node_info import Peer
 from ..wire.protocol import known
 from ..wire.request import MAX_BATCH, Unit

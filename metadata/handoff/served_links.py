@@ -18,12 +18,22 @@ import zmq
 from ..bus.addresses import address_of_rank, any_port_of
 from ..bus.connections import PortWatch, TcpConnection
 from ..bus.descriptors import NodePort, limit_of_descriptors
-from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, receive_from, send_frames
+from ..bus.sockets import DRAIN_LIMIT, DroppedFrames, Received, bound_address, has_input, receive_from, send_frames
 from ..errors import ConfigError, ProtocolError, TransferError
 from ..logs import Throttle
-from ..wire.data_link import LinkHello, LinkRefused, LinkWelcome, RankHello, RanksWelcome
+from ..wire.data_link import (
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
+    Pages,
+    Pull,
+    RankHello,
+    RanksWelcome,
+    ToDecode,
+    ToPrefill,
+    to_prefill_decoder,
+)
 from ..wire.frames import decode_frame, encode
-from ..wire.messages import Pages, Pull, ToDecode, ToPrefill, to_prefill_decoder
 from ..wire.protocol import PROTOCOL_MIN, known
 from ..wire.request import MAX_TEXT
 from .data_socket import bind_data_socket
@@ -260,6 +270,8 @@ class ServedLinks:
 
     def _drain_port(self, port: PagePort, answer: Callable[[Holder, ToPrefill], int]) -> bool:
         """Do the work of `drain` for the page port."""
+        if not has_input(port.socket):
+            return True
         num_bytes = 0
         for _ in range(DRAIN_LIMIT):
             try:

@@ -24,8 +24,19 @@ import zmq
 from ..bus.sockets import DroppedFrames
 from ..errors import ConfigError, OutOfMemory, ProtocolError
 from ..logs import Throttle
-from ..wire.data_link import LinkHello
-from ..wire.messages import Ack, Borrow, Claim, Drop, Pull, Renew, Revoke, RevokeAck, ToPrefill, UnknownClaim
+from ..wire.data_link import (
+    Ack,
+    Borrow,
+    Claim,
+    Drop,
+    LinkHello,
+    Pull,
+    Renew,
+    Revoke,
+    RevokeAck,
+    ToPrefill,
+    UnknownClaim,
+)
 from ..wire.request import MAX_TEXT, Unit
 from .endpoint import Endpoint
 from .loans import LendingCache, Loans, NoCache
@@ -188,7 +199,7 @@ class HandoffServer:
     def wait_s(self) -> float | None:
         """Return how many seconds the loop may wait on the socket before it must poll; None: no limit."""
         has_reports = self._line is not None and self._line.has_reports
-        if self._has_more or self._failed or self._loans.has_due or has_reports:
+        if self._has_more or self._failed or (self._loans.book.units and self._loans.has_due) or has_reports:
             return 0.0
         deadlines = (book.next_deadline() for book in (self._book, self._loans.book))
         deadline = min((each for each in deadlines if each is not None), default=None)
@@ -275,6 +286,8 @@ class HandoffServer:
 
     def _offer_loans(self) -> None:
         """Offer pages on loan, bounded, and end the loans of which a page was needed for something else."""
+        if not self._loans.book.units:
+            return
         for ticket in self._loans.stale():
             self._end_loan(ticket, "a lent page was needed for something else")
         for ticket, indices in self._loans.due():

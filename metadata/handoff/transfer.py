@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 
 from ..errors import ProtocolError, TransferError
-from ..wire.messages import Borrow, Claim, Offer
+from ..wire.data_link import Borrow, Claim, Offer
 from ..wire.node_info import HandoffSchema
 from ..wire.request import PullTimes, Unit, pack_ids, unpack_ids
 from .pages import CHECKSUM_BYTES, row_checksum

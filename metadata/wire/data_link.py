@@ -1,20 +1,25 @@
-"""Messages that open a data link: a decode node says hello to a prefill node, which welcomes or refuses it."""
+"""Messages of a data link, on which a decode node pulls pages: it says hello to a prefill node, which welcomes or
+refuses it, and claims tickets. Nodes that borrow cached pages do the same. messages.py has the rules of all messages.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from msgspec import Meta
+import msgspec
+from msgspec import Meta, field
 
 from .node_info import MAX_POOLS, Address, DevicePools, HandoffSchema, HostMemory
 from .protocol import Message, Since
-from .request import Count, Digest, Index, Name, Text
+from .request import MAX_CONTEXT, Count, Digest, Ids, Index, Name, Text, Unit, Units
 
 MIN_LEASE_S = 0.05
+DATA_FRAME_BYTES = 64 << 20
 MAX_RANKS = 256
 
 RankIndex = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
 RankCount = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+Generations = Annotated[bytes, Meta(max_length=8 * MAX_CONTEXT)]  # int64 little-endian
 SealingKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
@@ -127,3 +132,112 @@ class LinkRefused(Message, frozen=True, tag="link_refused"):
     """The two nodes cannot hand over; the reason names both values."""
 
     reason: Text
+
+
+# --- decode -> prefill, on the data link ---------------------------------------------------------------------------
+
+
+class Claim(Message, frozen=True, tag="claim"):
+    """The decode node has reserved pages for the unit and needs none of the first `num_cached_pages`. A claim of an
+    unknown unit is parked for a lease."""
+
+    unit: Unit
+    num_cached_pages: Index = field(name="have")
+
+
+class Borrow(Claim, frozen=True, tag="borrow", kw_only=True):
+    """A node asks for pages that the other one has in its prefix cache: those of these tokens behind the first
+    `num_cached_pages`. The lender compares all tokens. It offers what it has of them, with an empty row at the end, or
+    answers Revoke."""
+
+    since: ClassVar[int] = 8
+
+    token_ids: Ids  # up to the last page, and the next tokens by which a page is keyed
+    cache_salt: Digest
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) % 4:
+            raise ValueError(f"{len(self.token_ids)} bytes are no int32 column: not a multiple of 4")
+
+
+class Pull(Message, frozen=True, tag="pull"):
+    """Request for these pages (indices in the ticket). Only transports that cannot read the pool themselves send it."""
+
+    unit: Unit
+    indices: Ids
+
+
+class Renew(Message, frozen=True, tag="renew"):
+    """Renewal of these tickets' leases."""
+
+    units: Units
+
+
+class Ack(Message, frozen=True, tag="ack"):
+    """All pages are in the decode node's own memory and checked. The ticket ends."""
+
+    unit: Unit
+
+
+class Drop(Message, frozen=True, tag="drop"):
+    """The decode node gives up the claim (cancelled, or failed). The ticket ends."""
+
+    unit: Unit
+    reason: Text
+
+
+class RevokeAck(Message, frozen=True, tag="revoke_ack"):
+    """Answer to Revoke: the decode node does not read the ticket's pages any more."""
+
+    unit: Unit
+
+
+# --- prefill -> decode, on the data link ---------------------------------------------------------------------------
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """Pages that are computed and will not be written again, as columns. The last offer of a ticket carries the row."""
+
+    unit: Unit
+    num_pages: Index  # of the whole ticket
+    indices: Ids  # index of each page in the ticket
+    pages: Ids  # its number in the prefill node's pools
+    generations: Generations  # how often the page had been allocated
+    checksums: Annotated[bytes, Meta(max_length=DATA_FRAME_BYTES)]  # uint64 by (page, pool, layer, plane, head)
+    row: Annotated[bytes, Meta(max_length=1 << 24)] | None = None
+    row_checksum: Count = 0
+
+
+class Pages(Message, frozen=True, tag="pages"):
+    """Answer to Pull, followed by one raw frame. Each page holds the target's [num_layers, page_layer_bytes] and then
+    the draft's (metadata/handoff/schema/kv_layout.py). On a link of a rank it holds [num_layers, bytes of the span] for
+    each span that the two ranks share (metadata/handoff/ranks/shards.py)."""
+
+    unit: Unit
+    indices: Ids
+    generations: Generations
+
+
+class Revoke(Message, frozen=True, tag="revoke"):
+    """The prefill node took the ticket back: `finished` if the first token ended the request, else because of an
+    error."""
+
+    unit: Unit
+    finished: bool
+    reason: Text
+
+
+class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
+    """Answer to a claim whose unit did not become known in time."""
+
+    unit: Unit
+
+
+# --- all messages by direction -------------------------------------------------------------------------------------
+
+ToPrefill = LinkHello | RankHello | Claim | Borrow | Pull | Renew | Ack | Drop | RevokeAck
+OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | NixlWelcome | PagePortWelcome | LinkRefused
+ToDecode = OfLink | Offer | Pages | Revoke | UnknownClaim
+
+to_prefill_decoder = msgspec.msgpack.Decoder(ToPrefill)
+to_decode_decoder = msgspec.msgpack.Decoder(ToDecode)

@@ -14,6 +14,7 @@ from .node_info import (
     Capacity,
     GroupRank,
     HandoffSchema,
+    Lender,
     Load,
     ModelCard,
     NodeStats,
@@ -23,7 +24,7 @@ from .node_info import (
     TierLedger,
 )
 from .protocol import Message, Since
-from .request import Count, Digest, Index, Name, Seconds, Text, Units
+from .request import Count, Digest, Ids, Index, Name, Seconds, Text, Units
 
 HUB_FRAME_BYTES = 64 << 20  # a tokenizer is the largest message on the hub
 MAX_NAMES = 1 << 14  # of pages, in one batch
@@ -241,3 +242,35 @@ class Cordon(RouterMessage, frozen=True, tag="cordon"):
 
 class Drain(RouterMessage, frozen=True, tag="drain"):
     """Take no new work, finish the rest, and exit, as after SIGTERM."""
+
+
+# --- the cached texts of a node that leaves ---------------------------------------------------------------------------
+
+
+class HandOn(Message, frozen=True, tag="hand_on"):
+    """The node leaves. Another one may borrow the pages of this text, which is in its prefix cache. The router answers
+    HandedOn."""
+
+    since: ClassVar[int] = 8
+
+    token_ids: Ids  # of all pages, and the next tokens by which the last one is keyed
+    cache_salt: Digest
+    num_pages: Index
+
+
+class Keep(RouterMessage, frozen=True, tag="keep"):
+    """A node leaves that has the pages of this text. This one may borrow them for its prefix cache."""
+
+    since: ClassVar[int] = 8
+
+    lender: Lender
+    token_ids: Ids
+    cache_salt: Digest
+
+
+class HandedOn(RouterMessage, frozen=True, tag="handed_on"):
+    """Whether another node was told of the text that the node has named in HandOn."""
+
+    since: ClassVar[int] = 8
+
+    has_heir: bool

@@ -1,15 +1,14 @@
-"""Messages of a request, and the unions of all messages between two processes, typed and bounded.
+"""Messages of a request between router and nodes, and the unions of all messages between them, typed and bounded.
 
     router -> node     ToNode      over the hub (ROUTER -> DEALER), each with the router's epoch
     node   -> router   ToRouter    over the hub (DEALER -> ROUTER)
-    decode -> prefill  ToPrefill   over the data link, on which a decode node pulls pages
+    decode -> prefill  ToPrefill   over the data link (data_link.py), on which a decode node pulls pages
     prefill -> decode  ToDecode    over the data link; `Pages` is followed by a raw data frame
 
-Messages about a node itself are declared in membership.py, those that open a data link in data_link.py. Each direction
-has one union and one typed decoder, so a message of another direction is refused. Unknown fields are refused too,
-except in a Hello (frames.py). A new field or message needs a new protocol version and names it where it is declared
-(protocol.py), so that an older peer never gets what it does not know. Token ids travel as little-endian int32 bytes,
-batches as columns. Imports no torch.
+Messages about a node itself are declared in membership.py. Each direction has one union and one typed decoder, so a
+message of another direction is refused. Unknown fields are refused too, except in a Hello (frames.py). A new field or
+message needs a new protocol version and names it where it is declared (protocol.py), so that an older peer never gets
+what it does not know. Token ids travel as little-endian int32 bytes, batches as columns. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,17 +18,6 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, field
 
-from .data_link import (
-    CudaWelcome,
-    LinkHello,
-    LinkRefused,
-    LinkWelcome,
-    NixlWelcome,
-    PagePortWelcome,
-    RankHello,
-    RanksWelcome,
-    RankWelcome,
-)
 from .membership import (
     CachedPages,
     CanaryTold,
@@ -37,10 +25,13 @@ from .membership import (
     Drain,
     Flush,
     ForgetSalts,
+    HandedOn,
+    HandOn,
     Heartbeat,
     Hello,
     HelloAgain,
     Inspect,
+    Keep,
     Leaving,
     LedgerReport,
     Proven,
@@ -59,7 +50,6 @@ from .request import (
     MAX_CONTEXT,
     Choices,
     Count,
-    Digest,
     Ended,
     GenerationRequest,
     Ids,
@@ -73,10 +63,6 @@ from .request import (
     Unit,
     Units,
 )
-
-DATA_FRAME_BYTES = 64 << 20
-
-Generations = Annotated[bytes, Meta(max_length=8 * MAX_CONTEXT)]  # int64 little-endian
 
 # --- router -> node -----------------------------------------------------------------------------------------------
 
@@ -120,24 +106,6 @@ class Prefill(Dispatch, frozen=True, tag="prefill"):
     lender: Annotated[Lender | None, Since(8)] = None  # another node that has pages of the prompt
 
 
-class Keep(RouterMessage, frozen=True, tag="keep"):
-    """A node leaves that has the pages of this text. This one may borrow them for its prefix cache."""
-
-    since: ClassVar[int] = 8
-
-    lender: Lender
-    token_ids: Ids
-    cache_salt: Digest
-
-
-class HandedOn(RouterMessage, frozen=True, tag="handed_on"):
-    """Whether another node was told of the text that the node has named in HandOn."""
-
-    since: ClassVar[int] = 8
-
-    has_heir: bool
-
-
 class Cancel(RouterMessage, frozen=True, tag="cancel"):
     """Stop these choices (None: all) of the request and free what they hold. The node answers Cancelled."""
 
@@ -155,17 +123,6 @@ class Resend(RouterMessage, frozen=True, tag="resend"):
 
 
 # --- node -> router -----------------------------------------------------------------------------------------------
-
-
-class HandOn(Message, frozen=True, tag="hand_on"):
-    """The node leaves. Another one may borrow the pages of this text, which is in its prefix cache. The router answers
-    HandedOn."""
-
-    since: ClassVar[int] = 8
-
-    token_ids: Ids  # of all pages, and the next tokens by which the last one is keyed
-    cache_salt: Digest
-    num_pages: Index
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
@@ -249,105 +206,6 @@ class Cancelled(Message, frozen=True, tag="cancelled"):
     attempt: Index
 
 
-# --- decode -> prefill, on the data link ---------------------------------------------------------------------------
-
-
-class Claim(Message, frozen=True, tag="claim"):
-    """The decode node has reserved pages for the unit and needs none of the first `num_cached_pages`. A claim of an
-    unknown unit is parked for a lease."""
-
-    unit: Unit
-    num_cached_pages: Index = field(name="have")
-
-
-class Borrow(Claim, frozen=True, tag="borrow", kw_only=True):
-    """A node asks for pages that the other one has in its prefix cache: those of these tokens behind the first
-    `num_cached_pages`. The lender compares all tokens. It offers what it has of them, with an empty row at the end, or
-    answers Revoke."""
-
-    since: ClassVar[int] = 8
-
-    token_ids: Ids  # up to the last page, and the next tokens by which a page is keyed
-    cache_salt: Digest
-
-    def __post_init__(self) -> None:
-        if len(self.token_ids) % 4:
-            raise ValueError(f"{len(self.token_ids)} bytes are no int32 column: not a multiple of 4")
-
-
-class Pull(Message, frozen=True, tag="pull"):
-    """Request for these pages (indices in the ticket). Only transports that cannot read the pool themselves send it."""
-
-    unit: Unit
-    indices: Ids
-
-
-class Renew(Message, frozen=True, tag="renew"):
-    """Renewal of these tickets' leases."""
-
-    units: Units
-
-
-class Ack(Message, frozen=True, tag="ack"):
-    """All pages are in the decode node's own memory and checked. The ticket ends."""
-
-    unit: Unit
-
-
-class Drop(Message, frozen=True, tag="drop"):
-    """The decode node gives up the claim (cancelled, or failed). The ticket ends."""
-
-    unit: Unit
-    reason: Text
-
-
-class RevokeAck(Message, frozen=True, tag="revoke_ack"):
-    """Answer to Revoke: the decode node does not read the ticket's pages any more."""
-
-    unit: Unit
-
-
-# --- prefill -> decode, on the data link ---------------------------------------------------------------------------
-
-
-class Offer(Message, frozen=True, tag="offer"):
-    """Pages that are computed and will not be written again, as columns. The last offer of a ticket carries the row."""
-
-    unit: Unit
-    num_pages: Index  # of the whole ticket
-    indices: Ids  # index of each page in the ticket
-    pages: Ids  # its number in the prefill node's pools
-    generations: Generations  # how often the page had been allocated
-    checksums: Annotated[bytes, Meta(max_length=DATA_FRAME_BYTES)]  # uint64 by (page, pool, layer, plane, head)
-    row: Annotated[bytes, Meta(max_length=1 << 24)] | None = None
-    row_checksum: Count = 0
-
-
-class Pages(Message, frozen=True, tag="pages"):
-    """Answer to Pull, followed by one raw frame. Each page holds the target's [num_layers, page_layer_bytes] and then
-    the draft's (metadata/handoff/schema/kv_layout.py). On a link of a rank it holds [num_layers, bytes of the span] for
-    each span that the two ranks share (metadata/handoff/ranks/shards.py)."""
-
-    unit: Unit
-    indices: Ids
-    generations: Generations
-
-
-class Revoke(Message, frozen=True, tag="revoke"):
-    """The prefill node took the ticket back: `finished` if the first token ended the request, else because of an
-    error."""
-
-    unit: Unit
-    finished: bool
-    reason: Text
-
-
-class UnknownClaim(Message, frozen=True, tag="unknown_claim"):
-    """Answer to a claim whose unit did not become known in time."""
-
-    unit: Unit
-
-
 # --- all messages by direction -------------------------------------------------------------------------------------
 
 OfNode = Hello | TokenizerFile | Heartbeat | LedgerReport | CachedPages | CanaryTold | Leaving
@@ -356,11 +214,6 @@ ToRouter = OfNode | OfWork | HandOn
 OfOperator = Inspect | Flush | Drain | Cordon | ForgetSalts
 OfRouter = Welcome | Refusal | HelloAgain | RouterHeartbeat | Proven | TellCanary | TellPages | OfOperator
 ToNode = OfRouter | Reserve | Compute | Prefill | Cancel | Resend | Keep | HandedOn
-ToPrefill = LinkHello | RankHello | Claim | Borrow | Pull | Renew | Ack | Drop | RevokeAck
-OfLink = LinkWelcome | CudaWelcome | RankWelcome | RanksWelcome | NixlWelcome | PagePortWelcome | LinkRefused
-ToDecode = OfLink | Offer | Pages | Revoke | UnknownClaim
 
 to_router_decoder = msgspec.msgpack.Decoder(ToRouter)
 to_node_decoder = msgspec.msgpack.Decoder(ToNode)
-to_prefill_decoder = msgspec.msgpack.Decoder(ToPrefill)
-to_decode_decoder = msgspec.msgpack.Decoder(ToDecode)

@@ -17,13 +17,13 @@ order. A node's message, a failed send, a tick: each is one event. The parts bel
     streams                          tokens for clients, and missing tokens
     rescheduling, cancels, drains    requests that move to other nodes, and work that nodes must drop
     registry, health                 the joined nodes, and the pairs of them that work
+    cached_texts                     texts that nodes keep for a node that leaves, or forget
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from ...metadata.wire.membership import (
     CanaryTold,
     Cordon,
     Flush,
-    ForgetSalts,
+    HandOn,
     Heartbeat,
     Hello,
     Inspect,
@@ -51,9 +51,6 @@ from ...metadata.wire.messages import (
     CapacityFreed,
     Compute,
     Failed,
-    HandedOn,
-    HandOn,
-    Keep,
     Prefill,
     PrefillDone,
     Reserve,
@@ -62,7 +59,7 @@ from ...metadata.wire.messages import (
     ToNode,
     ToRouter,
 )
-from ...metadata.wire.node_info import Lender, Service
+from ...metadata.wire.node_info import Service
 from ..config import RouterConfig
 from ..errors import DeadlineExceeded, NodeFault, RequestCancelled, outcome_of
 from ..figures.metrics import Metrics
@@ -70,13 +67,14 @@ from ..health.health import Effect as HealthEffect
 from ..health.health import PairHealth, PairsReady, StartCanary, TellOutcome, TellProven
 from ..nodes.drains import Drains
 from ..nodes.node import Node, NodeGroup
-from ..nodes.registry import Registry
+from ..nodes.registry import Registry, overdue
 from ..placement.placement import Placement
 from ..requests.attempt import Attempt
 from ..requests.request import Request, Sequence
 from ..requests.trace import FinishedTraces, Outcome
 from ..waiting.admission import Asked, Bounds, Queues, RefusedRequest
 from ..waiting.entry import Entry, PairFull, Pinned
+from .cached_texts import CachedTexts
 from .cancels import Cancels
 from .effects import Done, Effect, Effects, Error, Ledger, Over, Send, SendUnknown
 from .rescheduling import Rescheduling
@@ -87,7 +85,6 @@ logger = logging.getLogger(__name__)
 
 SLOW_TICK_S = 0.25  # what need not be looked at on every tick
 MIN_LOOK_S = 0.01  # between two looks at a request at least
-FORGET_S = 5.0  # from the last request of a tenant that is gone until nodes remove its pages again
 FEW_NODES = 16  # among so many, one that joins is looked at at once
 WINDOW = 16  # entries per group that may have a reservation under way at once
 
@@ -110,8 +107,6 @@ class Dispatcher:
         self._metrics = metrics
         self._effects: Effects = []
         self._requests: dict[str, Request] = {}
-        self._handed_on: Counter[bytes] = Counter()  # pages of nodes that have left, by the routing id of their heir
-        self._forgotten: dict[str, float] = {}  # beginnings of salts, and when nodes are told again to forget them
         self._comings: list[tuple[Node, str | None]] = []  # nodes that joined, or were lost and why
         self._watched: list[_Look] = []  # a heap of requests, and of some that are over
         self._num_looks = 0
@@ -143,6 +138,7 @@ class Dispatcher:
             config.max_attempts,
         )
         self._drains = Drains(self.registry.nodes)
+        self._texts = CachedTexts(epoch, self.registry.nodes, self._effects)
         self._slow_tick_at = self._looked_at = -math.inf
 
     @property
@@ -151,10 +147,6 @@ class Dispatcher:
         return self._requests
 
     # What clients and operators ask for
-
-    def check_room(self, group: NodeGroup, asked: Asked, now: float) -> None:
-        """Raises Overloaded or RequestError if requests like these may not wait now. Changes nothing else."""
-        self.queues.check_room(group, asked, now)
 
     def make_room(self, group: NodeGroup, asked: Asked, now: float) -> list[Effect]:
         """Check the room right before `submit`. If the queues are full, other requests may be refused for it: those of
@@ -228,7 +220,7 @@ class Dispatcher:
         """Ask all nodes for their page ledgers. With `flush` they empty their prefix caches first."""
         for node in self.registry.nodes.values():
             if flush:
-                self._placement.forget_cache(node)
+                self._placement.figures.forget_cache(node)
             kind = Flush if flush else Inspect
             self._effects.append(Send(node, kind(router_epoch=self.epoch, query=query)))
         return self._take(now)
@@ -236,22 +228,8 @@ class Dispatcher:
     def forget_salts(self, prefix: str, now: float) -> list[Effect]:
         """Have the cached pages of all salts that begin so removed: now, and again some time after the last request of
         such a salt, which leaves pages."""
-        self._forgotten[prefix] = now + FORGET_S
-        self._tell_forgotten(prefix)
+        self._texts.forget(prefix, now)
         return self._take(now)
-
-    def _tell_forgotten(self, prefix: str) -> None:
-        for node in self.registry.nodes.values():
-            if node.knows(ForgetSalts):
-                self._effects.append(Send(node, ForgetSalts(router_epoch=self.epoch, prefix=prefix)))
-
-    def _repeat_forgotten(self, now: float) -> None:
-        for prefix, due in list(self._forgotten.items()):
-            if any(request.cache_salt.startswith(prefix) for request in self._requests.values()):
-                self._forgotten[prefix] = now + FORGET_S
-            elif now >= due:
-                del self._forgotten[prefix]
-                self._tell_forgotten(prefix)
 
     def close(self, now: float) -> list[Effect]:
         """End every request with an error."""
@@ -368,30 +346,13 @@ class Dispatcher:
             case TokenizerFile():
                 self._tokenizer(node, message, now)
             case HandOn():
-                self._hand_on(node, message)
+                self._texts.hand_on(node, message)
             case Leaving():
                 if message.done:
                     self._drains.left(node)
                 self.registry.leaving(node, message, now)
             case _:
                 raise ProtocolError(f"{type(message).__name__} from a node that has joined", node=node.node_id)
-
-    def _hand_on(self, node: Node, message: HandOn) -> None:
-        """A node leaves, and names a text that it has cached. Tell the node of its role with most room of it."""
-        heirs = [
-            each
-            for each in node.group.live(node.role)
-            if each is not node and each.hello.borrows and each.knows(Keep) and each.shares_protocol(node)
-        ]
-        self._effects.append(Send(node, HandedOn(router_epoch=self.epoch, has_heir=bool(heirs))))
-        if heirs:
-            heir = max(heirs, key=lambda each: each.load.free_pages - self._handed_on[each.routing_id])
-            self._handed_on[heir.routing_id] += message.num_pages
-            lender = Lender(node.peer_of(heir), message.num_pages)
-            kept = Keep(
-                router_epoch=self.epoch, lender=lender, token_ids=message.token_ids, cache_salt=message.cache_salt
-            )
-            self._effects.append(Send(heir, kept))
 
     def _ask_pages(self, node: Node, now: float) -> None:
         """Ask a node to tell its cached pages anew if some of its news is missing."""
@@ -401,12 +362,14 @@ class Dispatcher:
     def _heard_service(self, node: Node, before: Service | None, service: Service, now: float) -> None:
         """A node says what other routers' operators have asked of it."""
         if before is not None and service.num_flushes > before.num_flushes:
-            self._placement.forget_cache(node)
+            self._placement.figures.forget_cache(node)
+        if service.is_cordoned == node.is_cordoned and not self._drains.told:
+            return
         if self._drains.heard(node, service, now + self._config.drain_timeout_s):
             self._take_in(node, now)
 
     def _tell_drains(self) -> None:
-        for node, is_cordoned in self._drains.to_tell():
+        for node, is_cordoned in self._drains.to_tell() if self._drains.told else ():
             self._effects.append(Send(node, Cordon(router_epoch=self.epoch, is_cordoned=is_cordoned)))
 
     # A request waits, and gets its nodes
@@ -450,10 +413,10 @@ class Dispatcher:
             self._dispatch(entry, attempt, now)
             return True
         if place.prefill is None:
-            attempt.lender = self._placement.lender(place.decode, entry, now)
+            attempt.lender = self._placement.figures.lender(place.decode, entry, now)
         message = self.reservations.begin(entry, attempt, place.decode, now)
         if place.prefill is None:
-            attempt.num_uncached = self._placement.begin_prompt(place.decode, entry, attempt.number, now)
+            attempt.num_uncached = self._placement.figures.begin_prompt(place.decode, entry, attempt.number, now)
         request.timeline.begin(_sequences(request, place.choices), "reserve", now, attempt, place.decode_reason)
         self._effects.append(Send(place.decode, message))
         return True
@@ -524,8 +487,8 @@ class Dispatcher:
         attempt.dispatched = True
         attempt.sent_at = now
         if prefill is not None:
-            attempt.lender = self._placement.lender(prefill, entry, now)
-            attempt.num_uncached = self._placement.begin_prompt(prefill, entry, attempt.number, now)
+            attempt.lender = self._placement.figures.lender(prefill, entry, now)
+            attempt.num_uncached = self._placement.figures.begin_prompt(prefill, entry, attempt.number, now)
         if request.dispatched_at is None:
             request.dispatched_at = now
             request.charge_prompt(attempt.num_uncached)
@@ -549,7 +512,7 @@ class Dispatcher:
             extra=request.log_fields,
         )
         if attempt.decode is not None and not request.is_canary:
-            self._placement.will_cache(attempt.decode, entry, now)
+            self._placement.figures.will_cache(attempt.decode, entry, now)
         if prefill is None:
             return
         message = Prefill(
@@ -738,8 +701,8 @@ class Dispatcher:
 
     def _lose(self, node: Node, reason: str, now: float) -> None:
         """A node is gone: what it held goes on elsewhere."""
-        self._placement.forget_cache(node)
-        self._handed_on.pop(node.routing_id, None)
+        self._placement.figures.forget_cache(node)
+        self._texts.lost(node)
         self.health.forget(node)
         self._end_all(self._rescheduling.lost(node, reason, now), now)
         self.cancels.forget(node)
@@ -808,8 +771,9 @@ class Dispatcher:
         self._look(now)
         self.cancels.repeat(now)
         self._tell_drains()
-        self._repeat_forgotten(now)
-        for node in self._drains.due(now):
+        if self._texts.forgotten:
+            self._texts.repeat(self._requests.values(), now)
+        for node in overdue(self.registry.nodes.values(), now):
             self._end_all(self._rescheduling.evict(node, "its time to drain is over", now), now)
             self._to_pump.add(node.group)
         while self._watched and self._watched[0].due_at <= now:

@@ -6,20 +6,17 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from ...metadata.bus.hub import Hub
 from ...metadata.wire.membership import LedgerReport
 from ...metadata.wire.messages import ToRouter
 from ..config import RouterConfig
 from ..figures.metrics import Metrics
-from ..health.health import PairHealth
 from ..nodes.node import Node, NodeGroup
-from ..nodes.registry import Registry
 from ..requests.request import Request
-from ..requests.trace import FinishedTraces, TraceRecorder
-from ..waiting.admission import Asked, Queues
-from .cancels import Cancels
+from ..requests.trace import TraceRecorder
+from ..waiting.admission import Asked
 from .dispatcher import Dispatcher
 from .effects import Done, Effect, Error, Ledger, Output, Over, Send, SendUnknown
 
@@ -38,50 +35,17 @@ class RunningDispatcher:
 
     def __init__(self, config: RouterConfig, epoch: str, metrics: Metrics) -> None:
         self.on_over: Callable[[TraceRecorder], None] | None = None
-        self._dispatcher = Dispatcher(config, epoch, metrics)
+        self._dispatcher = dispatcher = Dispatcher(config, epoch, metrics)
+        # To be read only: requests that are not over, timelines of those that are, nodes, queues, Cancels under way.
+        self.epoch, self.requests, self.finished = epoch, dispatcher.requests, dispatcher.finished
+        self.registry, self.health = dispatcher.registry, dispatcher.health
+        self.queues, self.cancels = dispatcher.queues, dispatcher.cancels
         self._due: deque[Effect] = deque()
         self._is_busy = False
         self._hub: Hub | None = None
         self._ticker: asyncio.TimerHandle | None = None
         self._next_query = 1
         self._queries: dict[int, dict[str, asyncio.Future[LedgerReport]]] = {}  # for ledgers, by number and node
-
-    @property
-    def epoch(self) -> str:
-        return self._dispatcher.epoch
-
-    @property
-    def requests(self) -> Mapping[str, Request]:
-        """Requests that are not over, by rid."""
-        return self._dispatcher.requests
-
-    @property
-    def finished(self) -> FinishedTraces:
-        """Timelines of requests that are over."""
-        return self._dispatcher.finished
-
-    @property
-    def registry(self) -> Registry:
-        return self._dispatcher.registry
-
-    @property
-    def health(self) -> PairHealth:
-        return self._dispatcher.health
-
-    @property
-    def queues(self) -> Queues:
-        """The waiting queues. To be read only."""
-        return self._dispatcher.queues
-
-    @property
-    def cancels(self) -> Cancels:
-        """Cancels under way. To be read only."""
-        return self._dispatcher.cancels
-
-    @property
-    def num_reservations(self) -> int:
-        """Reservations that no node has answered yet."""
-        return len(self._dispatcher.reservations)
 
     def start(self, hub: Hub) -> None:
         """Serve from now on, in the running event loop."""
@@ -98,7 +62,7 @@ class RunningDispatcher:
 
     def check_room(self, group: NodeGroup, asked: Asked) -> None:
         """Raises Overloaded or RequestError if requests like these may not wait now."""
-        self._dispatcher.check_room(group, asked, time.monotonic())
+        self.queues.check_room(group, asked, time.monotonic())
 
     def make_room(self, group: NodeGroup, asked: Asked) -> None:
         """Check the room right before `submit`, and have requests of lower priority refused if that makes room."""

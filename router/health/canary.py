@@ -7,6 +7,10 @@ than others. So their prompt repeats itself: a language model continues the repe
 
 A pair and a decode node alone answer in one request of NUM_TOKENS tokens. A prefill node alone gives only the first
 token of a request, so it is asked once per token.
+
+A node names one of its routers in its heartbeats (`Service.canary_router`): that one sends the routine canaries. It
+tells the node how each of them went, and the node tells its other routers. A pair's canaries are those of its decode
+node.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from collections import abc
 import xxhash
 
 from ...metadata.errors import BatonError
-from ...metadata.wire.request import MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs, pack_ids
+from ...metadata.wire.membership import TellCanary
+from ...metadata.wire.node_info import CanaryOutcome, CanaryToken
+from ...metadata.wire.request import MAX_TEXT, MAX_TOP_LOGPROBS, SamplingParams, TokenLogprobs, pack_ids
 from ..nodes.node import Node, NodeGroup
 from ..requests.delta import Delta
 from ..requests.request import Request, Sequence
@@ -31,6 +37,7 @@ IDLE_TIMEOUT_S = 30.0  # of each request, from its start or from when one of its
 MAX_TIMEOUT_S = 300.0  # of each request: nodes may compute long prompts of others first, but a message may be lost, too
 # Log-probabilities closer than this are a tie. In bfloat16 logits from 16 on are 0.125 apart, from 32 on 0.25.
 TIE_GAP = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.1}
+AWAITED_S = 5.0  # for so long another router's canary is awaited; then this router sends its own
 COARSE_TIE_GAP = 3.0  # for nodes that round coarsely; up to 2.0 was seen with small random models
 
 
@@ -150,3 +157,42 @@ def _length(group: NodeGroup) -> int:
     pages = min((node.hello.capacity.num_pages for node in group.nodes.values()), default=NUM_PAGES)
     room = min(group.context_len, pages * group.page_size) - 2 * NUM_TOKENS
     return max(1, min(NUM_PAGES * group.page_size + 1, room))
+
+
+def keeper_of(nodes: Pinned) -> Node:
+    """Return the node that says which router sends the canaries of these nodes, and that passes on how they went."""
+    prefill, decode = nodes
+    keeper = decode if decode is not None else prefill
+    assert keeper is not None, "a canary runs on one node at least"
+    return keeper
+
+
+def is_of_another(nodes: Pinned, router_epoch: str) -> bool:
+    """Return whether another router sends the canaries of these nodes. A node of an older release, or one whose
+    heartbeat has not come yet, names none."""
+    return keeper_of(nodes).canary_router not in ("", router_epoch)
+
+
+def outcome(prompt: Prompt, nodes: Pinned, answer: Answer, failure: str = "") -> tuple[Node, CanaryOutcome] | None:
+    """Return the node to tell how a canary went, and what to tell it; None if that node passes nothing on."""
+    keeper, (prefill, decode) = keeper_of(nodes), nodes
+    partner = "" if prefill is None or decode is None else prefill.unit_epoch
+    tokens = tuple(CanaryToken(token.id, None if token.ties is None else tuple(token.ties)) for token in answer)
+    told = CanaryOutcome(prompt.digest, partner, tokens, failure[:MAX_TEXT])
+    return (keeper, told) if keeper.knows(TellCanary) else None
+
+
+def nodes_of(node: Node, told: CanaryOutcome) -> Pinned | None:
+    """Return the nodes of the canary of which a node tells; None if they are not here."""
+    if not told.partner:
+        return (node, None) if node.role == "prefill" else (None, node)
+    others = node.group.nodes.values() if node.role == "decode" else ()
+    for other in others:
+        if other.role == "prefill" and other.unit_epoch == told.partner:
+            return other, node
+    return None
+
+
+def answer_told(told: CanaryOutcome) -> Answer:
+    """Return the answer that is told."""
+    return tuple(Token(each.id, None if each.ties is None else frozenset(each.ties)) for each in told.tokens)

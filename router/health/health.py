@@ -13,7 +13,7 @@ node, so that canaries and the work of `look` grow with the number of nodes alon
 clients that end their requests count against it. Ranks of a rank group count as one node: a canary runs on any of them,
 and its answer is that of all.
 
-If a node has several routers, one of them sends the routine canaries (outcomes.py). Each router counts the answers that
+If a node has several routers, one of them sends the routine canaries (canary.py). Each router counts the answers that
 the others tell as its own ones. But what fails for one router may work for another one, whose network is another: only
 its own canaries take nodes out of service, and back. A failure that is told makes it send one, as does a request that
 failed here.
@@ -40,8 +40,7 @@ from ..nodes.availability import drain_summary, missing_for_service
 from ..nodes.node import GroupKey, Node, NodeGroup
 from ..requests.request import Request
 from ..waiting.entry import Pinned
-from .canary import Canary, Prompt
-from .outcomes import AWAITED_S, answer_of, is_of_another, nodes_of, outcome
+from .canary import AWAITED_S, Canary, Prompt, answer_told, is_of_another, nodes_of, outcome
 from .verdicts import READY, UNTRIED, Answer, Verdict, Votes
 
 logger = logging.getLogger(__name__)
@@ -558,7 +557,7 @@ class PairHealth:
             return []
         subject.is_doubted &= subject.answer is not None
         subject.worked_at = now
-        return [PairsReady(vote.group)] if vote.take(subject, answer_of(told)) else []
+        return [PairsReady(vote.group)] if vote.take(subject, answer_told(told)) else []
 
     def no_room(self, request: Request, now: float) -> None:
         """The nodes of a canary have no room for it. That is no fault; the canary is tried again soon."""

@@ -30,7 +30,7 @@ class Drains:
     def __init__(self, nodes: Mapping[bytes, Node]) -> None:
         self._nodes = nodes
         self._names: set[str] = set()
-        self._told: dict[bytes, bool] = {}  # by routing id: whether it is cordoned, not confirmed by a heartbeat yet
+        self.told: dict[bytes, bool] = {}  # by routing id: whether it is cordoned, not confirmed by a heartbeat yet
 
     def begin(self, node_id: str, evict_at: float) -> None:
         """Give the node, or all ranks of the group, no new work. At `evict_at` its unfinished work moves elsewhere.
@@ -39,7 +39,7 @@ class Drains:
         self._names.add(nodes[0].unit)
         for node in nodes:
             node.cordon(evict_at)
-            self._told[node.routing_id] = True
+            self.told[node.routing_id] = True
         logger.info("node %s (%s) drains: an operator has asked for it", nodes[0].unit, nodes[0].role)
 
     def undo(self, node_id: str) -> list[Node]:
@@ -56,7 +56,7 @@ class Drains:
         self._names.discard(nodes[0].unit)
         for node in nodes:
             node.uncordon()
-            self._told[node.routing_id] = False
+            self.told[node.routing_id] = False
             if node.is_leaving:
                 raise Conflict(f"{drain_words(node)}; that cannot be undone")
         logger.info("node %s (%s) takes requests again", nodes[0].unit, nodes[0].role)
@@ -66,22 +66,23 @@ class Drains:
         """A node has joined. If it was drained when it was lost, it still is."""
         if node.unit in self._names and not node.is_cordoned:
             node.cordon()
-            self._told[node.routing_id] = True
+            self.told[node.routing_id] = True
             logger.info("node %s (%s) has come back; it drains still", node.node_id, node.role)
 
     def to_tell(self) -> list[tuple[Node, bool]]:
-        """Return the nodes that have not confirmed whether they are cordoned. To be called several times per second."""
-        self._told = {peer: value for peer, value in self._told.items() if peer in self._nodes}
-        told = [(self._nodes[peer], value) for peer, value in self._told.items()]
+        """Return the nodes that have not confirmed whether they are cordoned. To be called several times per second, as
+        long as some were `told`."""
+        self.told = {peer: value for peer, value in self.told.items() if peer in self._nodes}
+        told = [(self._nodes[peer], value) for peer, value in self.told.items()]
         return [(node, value) for node, value in told if node.knows(Cordon)]
 
     def heard(self, node: Node, service: Service, evict_at: float) -> bool:
-        """A node says whether it is cordoned: an operator may have asked another router for it. Its unfinished work
-        moves elsewhere at `evict_at`. Return whether it takes requests again."""
-        told = self._told.get(node.routing_id)
+        """A node says whether it is cordoned, which is news, or some were `told`: an operator may have asked another
+        router for it. Its unfinished work moves elsewhere at `evict_at`. Return whether it takes requests again."""
+        told = self.told.get(node.routing_id)
         if told is not None:
             if told == service.is_cordoned:
-                del self._told[node.routing_id]
+                del self.told[node.routing_id]
             return False
         if service.is_cordoned == node.is_cordoned:
             return False
@@ -97,13 +98,6 @@ class Drains:
     def left(self, node: Node) -> None:
         """A node has left by its own word."""
         self._names.discard(node.unit)
-
-    def due(self, now: float) -> list[Node]:
-        """Return the nodes whose time is over, once each, and only when another node could take their work."""
-        due = [node for node in self._nodes.values() if node.must_evict(now) and node.group.live(node.role)]
-        for node in due:
-            node.evicted()
-        return due
 
     def _nodes_of(self, name: str) -> list[Node]:
         """Return the node of this name, or the ranks of the group of this name or with such a rank."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from ...metadata.bus.liveness import Change, PeerLiveness
@@ -322,3 +322,11 @@ def _key_of(hello: Hello) -> GroupKey:
         hello.model.name,
         hello.model.tokenizer_digest,
     )
+
+
+def overdue(nodes: Iterable[Node], now: float) -> list[Node]:
+    """Return the drained nodes whose time is over, once each, and only when another node could take their work."""
+    over = [node for node in nodes if node.must_evict(now) and node.group.live(node.role)]
+    for node in over:
+        node.evicted()
+    return over

@@ -5,21 +5,27 @@
                                                 '-- a heartbeat counts changes that no batch tells within LATE_S: late
 
 While news is late or not whole, the router places by load. It does not know what the node has lost since, and a guess
-would bring prompts to a node that computes them all the same. Of any other node the router also
-expects the pages of the prompts that it got a moment ago (placement/affinity.py).
+would bring prompts to a node that computes them all the same. Of any other node the router also expects the pages of
+the prompts that it got a moment ago: a node tells its pages a little after it was given their prompt.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from itertools import islice
 from typing import Literal
 
 from ...metadata.cache.names import PromptNames, short_names
 from ...metadata.errors import ProtocolError
 from ...metadata.wire.membership import CachedPages
-from .name_table import NameTable
 
 LATE_S = 3.0  # batches come several times per second
+MAX_NOTED_PAGES = 2048  # of one prompt
+MAX_KNOWN_PAGES = 32768  # expected of a node
+_MAX_FIRST = 1 << 18  # slots of a new table
 
 NewsState = Literal["none", "whole", "late"]
 
@@ -123,3 +129,108 @@ class ToldPages:
             if run == min(num_tails, end):
                 return end
         return 0
+
+
+class NameTable:
+    """A set of 64-bit names in one array: open addressing with linear probing. `num_expected`: how many it will hold
+    without growing.
+
+    Names are hashes already, so the low bits of a name are its slot. A removed name leaves no mark: the names behind it
+    move up. So the table is never rebuilt but to grow. It takes 16 to 32 bytes per name, where Python's set takes about
+    80, and the garbage collector does not look at it."""
+
+    __slots__ = ("_mask", "_num", "_slots")
+
+    def __init__(self, num_expected: int = 0) -> None:
+        self._resize(min(_MAX_FIRST, 1 << max(16, 2 * num_expected - 1).bit_length()))
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __contains__(self, name: int) -> bool:
+        slots, mask = self._slots, self._mask
+        slot = name & mask
+        while slots[slot]:
+            if slots[slot] == name:
+                return True
+            slot = (slot + 1) & mask
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array."""
+        return len(self._slots) * self._slots.itemsize
+
+    def add(self, names: Iterable[int]) -> None:
+        """Add names. Zero means an empty slot and is left out."""
+        slots, mask = self._slots, self._mask
+        for name in names:
+            slot = name & mask
+            while (held := slots[slot]) and held != name:
+                slot = (slot + 1) & mask
+            if held or not name:
+                continue
+            slots[slot] = name
+            self._num += 1
+            if 2 * self._num > mask:
+                self._grow()
+                slots, mask = self._slots, self._mask
+
+    def remove(self, names: Iterable[int]) -> None:
+        """Remove the names that are there."""
+        slots, mask = self._slots, self._mask
+        for name in names:
+            hole = name & mask
+            while (held := slots[hole]) and held != name:
+                hole = (hole + 1) & mask
+            if not held:
+                continue
+            self._num -= 1
+            slot = hole
+            while held := slots[slot := (slot + 1) & mask]:
+                if (slot - held) & mask >= (slot - hole) & mask:  # its own slot is not behind the hole
+                    slots[hole] = held
+                    hole = slot
+            slots[hole] = 0
+
+    def _grow(self) -> None:
+        names = [name for name in self._slots if name]
+        self._resize(2 * len(self._slots))
+        self._num = 0
+        self.add(names)
+
+    def _resize(self, num_slots: int) -> None:
+        self._slots, self._mask = array("Q", bytes(8 * num_slots)), num_slots - 1
+
+
+class ExpectedPages:
+    """Leading pages that each node was given, by name, and when. Bounded; those given longest ago are forgotten
+    first."""
+
+    def __init__(self, max_pages: int = MAX_KNOWN_PAGES) -> None:
+        self._max_pages = max_pages
+        self._known: dict[Hashable, OrderedDict[int, float]] = {}
+
+    def num_matched(self, node: Hashable, names: Iterable[int], since: float) -> int:
+        """Return how many leading pages of a prompt the node was given at or after `since`."""
+        known = self._known.get(node)
+        num_pages = 0
+        for page in names if known else ():
+            if known is None or page not in known or known[page] < since:
+                break
+            num_pages += 1
+        return num_pages
+
+    def note(self, node: Hashable, names: Iterable[int], now: float, since: float) -> None:
+        """The node gets a prompt with these pages. Nobody will ask for those given before `since`."""
+        known = self._known.setdefault(node, OrderedDict())
+        for page in reversed(list(islice(names, MAX_NOTED_PAGES))):  # the first page is the last to be forgotten
+            known[page] = now
+            known.move_to_end(page)
+        while known and (len(known) > self._max_pages or next(iter(known.values())) < since):
+            known.popitem(last=False)
+
+    def forget(self, node: Hashable) -> None:
+        """The node is gone, or its cache was emptied."""
+        self._known.pop(node, None)

@@ -21,31 +21,27 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from typing import NamedTuple
 
-from ...metadata.wire.node_info import Lender
 from ..nodes.node import Node, NodeGroup, Role
 from ..nodes.prompt_role import PromptPlace
 from ..waiting.entry import Entry
-from .affinity import ExpectedPages, SessionAffinity
 from .node_choice import (
-    DecodeFigures,
-    PrefillFigures,
+    EntryFigures,
+    cached_words,
     choose_decode,
-    choose_prefill,
     decode_reason,
     only_reason,
-    prefill_reason,
 )
 from .prompt_placement import (
     LocalFigures,
     RemoteFigures,
     choose_local,
+    choose_remote,
     local_reason,
     place_sooner,
     remote_reason,
 )
 
 SHORT_QUEUE_S = 0.15  # of computing; the router looks at the queues more than twice in this time
-EXPECTED_S = 2.0  # a node tells pages so soon after it has computed them
 
 
 class Chosen(NamedTuple):
@@ -91,8 +87,7 @@ class Placement:
     ) -> None:
         self._is_usable, self._is_shared = is_usable, is_shared
         self._held: set[NodeGroup] = set()
-        self._expected = ExpectedPages()
-        self._prefill_sessions, self._decode_sessions = SessionAffinity(), SessionAffinity()
+        self.figures = EntryFigures()
 
     def usable_pairs(self, group: NodeGroup) -> UsablePairs:
         """Return the pairs of a group that may get requests."""
@@ -131,53 +126,12 @@ class Placement:
         held, self._held = self._held, set()
         return held
 
-    def begin_prompt(self, node: Node, entry: Entry, attempt: int, now: float) -> int:
-        """Enter the prompt of an entry in the books of the node that computes it. Return how many tokens it will
-        probably compute."""
-        num_uncached = self._num_uncached(node, entry, now)
-        node.begin_prompt(entry.request.rid, attempt, num_uncached, now)
-        self._expected.note(node.routing_id, entry.names, now, _expected_since(node, now))
-        if node.role == "prefill":
-            self._prefill_sessions.note(entry.request.session, node.routing_id)
-        return num_uncached
-
-    def lender(self, node: Node, entry: Entry, now: float) -> Lender | None:
-        """Return the node that has told most leading pages of a prompt, if these are more than the node has that
-        computes the prompt, and if it can borrow them; otherwise None. To be called before `begin_prompt`."""
-        if entry.pair is not None or entry.request.needs_prompt_logprobs or not node.hello.borrows:
-            return None
-        others = [
-            each
-            for each in entry.request.group.nodes.values()
-            if each is not node and each.lends and each.shares_protocol(node) and each.cache.state(now) == "whole"
-        ]
-        num_told, index = max(
-            (
-                (each.cache.num_matched(entry.names, entry.request.group.num_tails), -index)
-                for index, each in enumerate(others)
-            ),
-            default=(0, 0),
-        )
-        if num_told == 0 or num_told <= self._num_cached_pages(node, entry, now):
-            return None
-        return Lender(others[-index].peer_of(node), num_told)
-
-    def will_cache(self, decode: Node, entry: Entry, now: float) -> None:
-        """A decode node gets an entry. It keeps the pages of the prompt in its cache, whoever computes them."""
-        self._decode_sessions.note(entry.request.session, decode.routing_id)
-        if entry.request.group.may_compute_locally:
-            self._expected.note(decode.routing_id, entry.names, now, _expected_since(decode, now))
-
-    def forget_cache(self, node: Node) -> None:
-        """The node is gone, or its prefix cache was emptied."""
-        self._expected.forget(node.routing_id)
-
     # Who computes the prompt
 
     def _choose_sooner(self, entry: Entry, now: float) -> Place | None:
         """Return the nodes that bring the first two tokens soonest."""
         decode = self._choose_decode(entry, now) if entry.needs_decode else None
-        fresh = [self._local_figures(node, entry, now) for node in self._local_nodes(entry, has_others=True)]
+        fresh = [self.figures.local(node, entry, now) for node in self._local_nodes(entry, has_others=True)]
         has_others = any(not each.is_full for each in fresh)
         able: list[Node] = []
         if decode is not None or not entry.needs_decode:
@@ -187,8 +141,8 @@ class Placement:
         if self._is_held(entry, [*frees, *able_locals], now):
             return None
         prefills, locals_ = self._short(entry, frees, now), self._short(entry, able_locals, now)
-        remote_figures = [self._remote_figures(node, decode and decode.node, entry, now) for node in prefills]
-        local_figures = [self._local_figures(node, entry, now) for node in locals_]
+        remote_figures = [self.figures.remote(node, decode and decode.node, entry, now) for node in prefills]
+        local_figures = [self.figures.local(node, entry, now) for node in locals_]
         prompt, index = place_sooner(remote_figures, local_figures)
         if not prefills and not self.usable_pairs(entry.request.group):
             prompt = prompt._replace(reason="no ready pair")
@@ -222,7 +176,7 @@ class Placement:
         if self._is_held(entry, able, now):
             return None
         nodes = self._short(entry, able, now)
-        figures = [self._local_figures(node, entry, now) for node in nodes]
+        figures = [self.figures.local(node, entry, now) for node in nodes]
         index = choose_local(figures)
         if index is None:
             return None
@@ -231,7 +185,7 @@ class Placement:
     def _place_local(self, entry: Entry, prompt: PromptPlace, decode: Chosen) -> Place:
         return Place(None, decode.node, entry.choices[: decode.node.choice_room], prompt, "", decode.reason)
 
-    # The nodes of each role, and their figures
+    # The nodes of each role
 
     def _local_nodes(self, entry: Entry, *, has_others: bool) -> list[Node]:
         """Return the decode nodes that may compute the prompt. `has_others`: nodes of the other role could do it,
@@ -247,56 +201,6 @@ class Placement:
             fresh = [node for node in nodes if not request.has_failed_on(None, node)]
             nodes = fresh if fresh or has_others else nodes
         return nodes
-
-    def _local_figures(self, node: Node, entry: Entry, now: float) -> LocalFigures:
-        return LocalFigures(
-            node.num_queued_tokens(now),
-            self._num_uncached(node, entry, now),
-            node.prompt_times,
-            node.load.round_s,
-            node.load.has_prompt_room,
-            node.num_units,
-            node.max_running,
-            0 if node.is_full(now) else node.room_for(entry.need.num_tails),
-            entry.need.local_pages,
-            entry.request.group.errors["local"].factor(now),
-            self._decode_sessions.node_of(entry.request.session) == node.routing_id,
-        )
-
-    def _remote_figures(self, node: Node, decode: Node | None, entry: Entry, now: float) -> RemoteFigures:
-        """Return the figures of a prefill node. If `decode` is None, it answers alone."""
-        return RemoteFigures(
-            node.num_queued_tokens(now),
-            self._num_uncached(node, entry, now),
-            node.prompt_times,
-            0.0 if decode is None else entry.request.group.handoff_s.mean,
-            0.0 if decode is None else decode.load.round_s,
-            entry.request.group.errors["remote"].factor(now),
-        )
-
-    def _num_uncached(self, node: Node, entry: Entry, now: float) -> int:
-        """Return how many prompt tokens the node has to compute, as far as is known: all, if it scores them."""
-        request = entry.request
-        if request.needs_prompt_logprobs:
-            return len(request.prompt_ids)
-        return len(request.prompt_ids) - self._num_cached_pages(node, entry, now) * request.group.page_size
-
-    def _num_cached_pages(self, node: Node, entry: Entry, now: float) -> int:
-        """Return how many leading pages of a prompt the node has or will have cached, as far as is known."""
-        num_pages, state = 0, node.cache.state(now)
-        if state == "whole":
-            num_pages = node.cache.num_matched(entry.names, entry.request.group.num_tails)
-        if state != "late":
-            expected = self._expected.num_matched(node.routing_id, entry.names, _expected_since(node, now))
-            num_pages = max(num_pages, expected)
-        return num_pages
-
-    def _cached_share(self, decode: Node, entry: Entry, now: float) -> float:
-        """Return the share of a prompt whose pages need not travel to a decode node."""
-        if decode.cache.state(now) != "whole":
-            return 0.0
-        num_pages = decode.cache.num_matched(entry.names, 0)
-        return num_pages * entry.request.group.page_size / len(entry.request.prompt_ids)
 
     def _choose_decode(self, entry: Entry, now: float) -> Chosen | None:
         """Return a decode node for a prompt that a prefill node computes."""
@@ -315,20 +219,7 @@ class Placement:
             nodes = [node for node in nodes if not request.ran_out_on(node)] or nodes
             fresh = [node for node in nodes if not all(request.has_failed_on(prefill, node) for prefill in prefills)]
             nodes = fresh or nodes
-        last = self._decode_sessions.node_of(entry.request.session)
-        figures = [
-            DecodeFigures(
-                each.room_for(entry.need.num_tails),
-                each.num_units,
-                each.max_running,
-                each.is_full(now),
-                each.routing_id == last,
-                self._cached_share(each, entry, now),
-                entry.request.group.handoff_s.mean,
-                each.load.round_s,
-            )
-            for each in nodes
-        ]
+        figures = [self.figures.decode(node, entry, now) for node in nodes]
         num_pages = entry.need.decode_pages or 0
         index = choose_decode(figures, num_pages)
         if index is None:
@@ -368,29 +259,19 @@ class Placement:
         return not num_tokens or node.prompt_times.token_s * num_tokens < SHORT_QUEUE_S
 
     def _choose_prefill(self, entry: Entry, decode: Node | None, now: float) -> Chosen | None:
-        request, able = entry.request, self._prefill_nodes(entry, decode)
+        able = self._prefill_nodes(entry, decode)
         if self._is_held(entry, able, now):
             return None
         nodes = self._short(entry, able, now)
-        last = self._prefill_sessions.node_of(request.session)
+        nodes = [node for node in nodes if node.num_prompts < node.max_prompts]
         figures = [
-            PrefillFigures(
-                node.num_prompt_tokens,
-                node.num_prompts,
-                node.max_prompts,
-                len(request.prompt_ids) - self._num_uncached(node, entry, now),
-                node.routing_id == last,
+            self.figures.remote(node, decode, entry, now)._replace(
+                is_sessions=self.figures.follows_session(node, entry)
             )
             for node in nodes
         ]
-        prompt_len = len(request.prompt_ids)
-        index = choose_prefill(figures, prompt_len)
-        if index is None:
-            return None
-        reason = self._reason(entry, "prefill", len(able), prefill_reason(figures, prompt_len, index))
-        return Chosen(
-            nodes[index], reason + _cached(nodes[index], entry, prompt_len - figures[index].cached_tokens, now)
-        )
+        index = choose_remote(figures)
+        return None if index is None else self._chosen_remote(entry, nodes, figures, index, len(able), now)
 
     # Reasons
 
@@ -398,13 +279,13 @@ class Placement:
         self, entry: Entry, nodes: list[Node], figures: list[RemoteFigures], index: int, num_able: int, now: float
     ) -> Chosen:
         reason = self._reason(entry, "prefill", num_able, remote_reason(figures, index))
-        return Chosen(nodes[index], reason + _cached(nodes[index], entry, figures[index].num_uncached_tokens, now))
+        return Chosen(nodes[index], reason + cached_words(nodes[index], entry, figures[index].num_uncached_tokens, now))
 
     def _chosen_local(
         self, entry: Entry, nodes: list[Node], figures: list[LocalFigures], index: int, num_able: int, now: float
     ) -> Chosen:
         reason = self._reason(entry, "decode", num_able, local_reason(figures, index))
-        return Chosen(nodes[index], reason + _cached(nodes[index], entry, figures[index].num_uncached_tokens, now))
+        return Chosen(nodes[index], reason + cached_words(nodes[index], entry, figures[index].num_uncached_tokens, now))
 
     def _reason(self, entry: Entry, role: Role, num_able: int, compared: str) -> str:
         """Return why a node was chosen. `num_able`: nodes that could take the entry, however busy. `compared`: the
@@ -414,19 +295,3 @@ class Placement:
         request = entry.request
         has_failed = bool(request.failed_pairs) or request.num_out_of_memory > 0
         return compared or only_reason(role, len(request.group.live(role)), num_able, has_failed=has_failed)
-
-
-def _expected_since(node: Node, now: float) -> float:
-    """Return since when a node was given the pages that it has not told yet."""
-    return min(now - EXPECTED_S, node.oldest_prompt_at(now))
-
-
-def _cached(node: Node, entry: Entry, num_uncached: int, now: float) -> str:
-    """Return how much of a prompt its node has already, "" if nothing."""
-    state, prompt_len = node.cache.state(now), len(entry.request.prompt_ids)
-    if state == "late":
-        return "; its news of cached pages is late, so load alone counts"
-    if num_uncached >= prompt_len:
-        return ""
-    holds = "it holds" if state == "whole" else "it probably holds"
-    return f"; {holds} {prompt_len - num_uncached:,} of the prompt's {prompt_len:,} tokens in its prefix cache"

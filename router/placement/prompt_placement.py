@@ -29,11 +29,18 @@ class RemoteFigures(NamedTuple):
     handoff_s: float  # from the end of the prompt to the second token, without one round; 0: unknown
     round_s: float  # of the decode node that would generate; 0: unknown
     error: float = 1.0  # estimates are multiplied by it (`EstimateError`)
+    num_prompts: int = 0  # that it has not finished
+    is_sessions: bool = False  # it served the request's session last
 
     @property
     def num_tokens(self) -> int:
         """The tokens to compute up to the end of this prompt."""
         return self.num_queued_tokens + self.num_uncached_tokens
+
+    @property
+    def counted(self) -> RemoteFigures:
+        """The figures that are compared: the node of the session counts as if it had the whole prompt in its cache."""
+        return self._replace(num_uncached_tokens=0) if self.is_sessions else self
 
     @property
     def two_tokens_s(self) -> float:
@@ -146,13 +153,15 @@ def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
     """Return the index of the prefill node with the earliest first two tokens, None if the list is empty.
 
     While a node has not told its times, the fewest tokens up to the end of this prompt count. If these are equal, such
-    a node comes first, so that it is measured."""
+    a node comes first, so that it is measured, and then the one with the fewest prompts."""
     are_known = all(each.times.are_known for each in figures)
+    counted = [each.counted for each in figures]
     return min(
         range(len(figures)),
         key=lambda index: (
-            figures[index].two_tokens_s if are_known else figures[index].num_tokens,
+            counted[index].two_tokens_s if are_known else counted[index].num_tokens,
             figures[index].times.are_known,
+            figures[index].num_prompts,
         ),
         default=None,
     )
@@ -160,24 +169,36 @@ def choose_remote(figures: Sequence[RemoteFigures]) -> int | None:
 
 def remote_reason(figures: Sequence[RemoteFigures], index: int) -> str:
     """Return why `choose_remote` returned this index."""
-    chosen, others = figures[index], [*figures[:index], *figures[index + 1 :]]
+    chosen, others = figures[index], [each.counted for each in (*figures[:index], *figures[index + 1 :])]
     if not others:
         return ""
     if not all(each.times.are_known for each in figures):
+        fewest = min(each.num_tokens for each in others)
+        if chosen.is_sessions and chosen.num_tokens >= fewest:
+            return (
+                f"the session stays with its prefill node: {chosen.num_queued_tokens:,} tokens to compute before this "
+                f"prompt, elsewhere at least {fewest:,} up to its end"
+            )
         is_untried = not chosen.times.are_known and any(
             each.times.are_known and each.num_tokens == chosen.num_tokens for each in others
         )
         tried = ", and its times are not measured yet" if is_untried else ""
-        return tokens_reason(chosen.num_tokens, [each.num_tokens for each in others]) + tried
+        tied = [each.num_prompts for each in others if each.num_tokens == chosen.num_tokens]
+        prompts = f", and it has the fewest prompts: {chosen.num_prompts}"
+        has_fewest = not tried and tied and chosen.num_prompts < min(tied)
+        words = _tokens_reason(chosen.num_tokens, [each.num_tokens for each in others])
+        return words + tried + (prompts if has_fewest else "")
     own_s, next_s = chosen.two_tokens_s, min(each.two_tokens_s for each in others)
     own = f"{in_ms(own_s)} with {chosen.num_tokens:,} tokens to compute"
+    if chosen.is_sessions and own_s >= next_s:
+        return f"the session stays with its prefill node: the first two tokens in {own}, elsewhere in {in_ms(next_s)}"
     if own_s < next_s:
         words = f"of {len(figures)} prefill nodes it brings the first two tokens first"
         return f"{words}: in {own}, the next in {in_ms(next_s)}"
     return f"none of {len(figures)} prefill nodes brings the first two tokens sooner: in {own}"
 
 
-def tokens_reason(num_tokens: int, others: Sequence[int]) -> str:
+def _tokens_reason(num_tokens: int, others: Sequence[int]) -> str:
     """Return why a prefill node was chosen by its tokens to compute up to the end of the prompt."""
     num_nodes, fewest = len(others) + 1, min(others)
     if num_tokens < fewest:

@@ -77,6 +77,7 @@ class Sequence:
         "_include_stop",
         "_marks_drafts",
         "_min_tokens",
+        "_stop_string",
         "_stops",
         "ahead_from",
         "asked_at",
@@ -118,7 +119,8 @@ class Sequence:
         self._detokenizer = make_detokenizer(
             tokenizer, request.prompt_ids, skip_special=options.skip_special, markers=options.markers
         )
-        self._stops = StopStrings(options.stops, include=options.include_stop)
+        self._stops = StopStrings(options.stops, include=options.include_stop) if options.stops else None
+        self._stop_string: str | None = None  # the one that was found
 
     @property
     def unit(self) -> Unit:
@@ -195,7 +197,7 @@ class Sequence:
             self._accept_one(token_id, ())
             if self.finish_reason is not None:
                 raise RequestError(
-                    f"received_token_ids: the stop string {self._stops.found!r} ends them; nothing is left to generate",
+                    f"received_token_ids: the stop string {self._stop_string!r} ends them; nothing is left to generate",
                     param="received_token_ids",
                 )
         self.restart()
@@ -222,11 +224,16 @@ class Sequence:
         """Do what `_accept` does, for the common case of one more token."""
         self.received.append(token_id)
         text = self._detokenizer.step(token_id)
-        if text:
-            text = self._stops.feed(text, may_stop=len(self.received) >= self._min_tokens)
-            if self._stops.found is not None:
-                self.finish_reason = "stop"
-        return Delta(text, [token_id], list(logprobs), self.finish_reason, self._stops.found)
+        if text and self._stops is not None:
+            text = self._until_stop(text, self._stops)
+        return Delta(text, [token_id], list(logprobs), self.finish_reason, self._stop_string)
+
+    def _until_stop(self, text: str, stops: StopStrings) -> str:
+        """Return what the client may see of new text. A stop string in it ends the output."""
+        text = stops.feed(text, may_stop=len(self.received) >= self._min_tokens)
+        if stops.found is not None:
+            self._stop_string, self.finish_reason = stops.found, "stop"
+        return text
 
     def _accept(self, item: Ahead) -> Delta:
         known = len(self.received) - item.first
@@ -239,16 +246,12 @@ class Sequence:
             if stop_id == token_id and offset == num_fresh - 1:
                 break  # a stop token counts, but is not shown
             text = self._detokenizer.step(token_id)
-            if text:
-                text = self._stops.feed(text, may_stop=len(self.received) >= self._min_tokens)
-            chunks.append(text)
-            if self._stops.found is not None:
+            chunks.append(self._until_stop(text, self._stops) if text and self._stops is not None else text)
+            if self._stop_string is not None:
                 num_fresh = offset + 1
                 break
-        stop_reason: int | str | None = self._stops.found
-        if stop_reason is not None:
-            self.finish_reason = "stop"
-        elif item.ended is not None:
+        stop_reason: int | str | None = self._stop_string
+        if stop_reason is None and item.ended is not None:
             stop_reason = self._finish(item.ended, chunks)
         if item.ended is not None:  # here and not on arrival: beyond a gap a message may come twice, or be dropped
             self.request.count(item.ended)
@@ -260,12 +263,11 @@ class Sequence:
     def _finish(self, ended: Ended, chunks: list[str]) -> int | str | None:
         """The node ended the output: text that was held back is released, and may complete a stop string."""
         tail = self._detokenizer.flush()
-        if tail:
-            chunks.append(self._stops.feed(tail, may_stop=len(self.received) >= self._min_tokens))
-        if self._stops.found is not None:
-            self.finish_reason = "stop"
-            return self._stops.found
-        chunks.append(self._stops.flush())
+        chunks.append(self._until_stop(tail, self._stops) if tail and self._stops is not None else tail)
+        if self._stop_string is not None:
+            return self._stop_string
+        if self._stops is not None:
+            chunks.append(self._stops.flush())
         self.finish_reason = ended.reason
         return ended.stop_id
 

@@ -16,7 +16,7 @@ from rig import ORPHAN_S, Auditor, num_left
 from scenarios import COMING, GOING, PHASES, Scenario
 from tally import Tally
 
-from baton.metadata.wire import messages
+from baton.metadata.wire import data_link, messages
 
 TRACEBACK = """12:00:00.000 E decode-0 what nobody foresaw
 Traceback (most recent call last):
@@ -99,8 +99,8 @@ def test_reports_of_several_runs_add_up(tmp_path: Path) -> None:
 
 def test_messages_of_a_phase_are_sent_in_that_direction() -> None:
     kinds = {
-        "in": messages.ToNode | messages.ToDecode,
-        "out": messages.ToRouter | messages.ToPrefill,
+        "in": messages.ToNode | data_link.ToDecode,
+        "out": messages.ToRouter | data_link.ToPrefill,
     }
     for way, phases in (("in", COMING), ("out", GOING)):
         known = {each.__struct_config__.tag for each in get_args(kinds[way])}

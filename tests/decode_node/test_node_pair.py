@@ -21,8 +21,9 @@ from baton.engine.work import LoadSlot
 from baton.metadata.handoff.schema.schema import handoff_bytes
 from baton.metadata.handoff.transports.base import Landed
 from baton.metadata.handoff.transports.zmq import ZmqTransport
+from baton.metadata.wire.data_link import Pages
 from baton.metadata.wire.membership import Welcome
-from baton.metadata.wire.messages import Cancel, Pages, Resend
+from baton.metadata.wire.messages import Cancel, Resend
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Unit
 

@@ -18,8 +18,8 @@ from own_mtp import with_mtp
 
 from baton.deploy import cli
 from baton.metadata.bus.addresses import PAGE_PORTS
+from baton.metadata.wire.data_link import Renew
 from baton.metadata.wire.frames import encode
-from baton.metadata.wire.messages import Renew
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 
 FLAGS = ["--page-size", "8", "--num-pages", "200", "--speculative", "ngram", "--no-draft-adaptive"]

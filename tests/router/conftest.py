@@ -102,7 +102,7 @@ class RunningRouter:
         dispatcher = self.router.dispatcher
         nodes = [node.node_id for node in dispatcher.registry.nodes.values() if not node.holds_nothing]
         nodes += ["unacknowledged"] * dispatcher.cancels.num_unacked
-        nodes += ["reserving"] * dispatcher.num_reservations
+        nodes += ["reserving"] * len(dispatcher._dispatcher.reservations)
         return [*dispatcher.requests, *nodes, *["waiting"] * dispatcher.queues.num_waiting]
 
     def close(self) -> None:

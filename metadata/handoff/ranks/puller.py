@@ -23,8 +23,7 @@ import zmq
 
 from ...bus.sockets import DroppedFrames
 from ...errors import ConfigError, OutOfMemory, ProtocolError, TransferError
-from ...wire.data_link import LinkRefused, LinkWelcome
-from ...wire.messages import Pages, ToDecode
+from ...wire.data_link import LinkRefused, LinkWelcome, Pages, ToDecode
 from ...wire.request import Unit
 from ..endpoint import Endpoint
 from ..pages import CHECKSUM_BYTES, ReceivedPages

@@ -19,9 +19,8 @@ from zmq.utils.monitor import recv_monitor_message
 from ...bus.addresses import parse_address
 from ...bus.sockets import open_monitor, receive_frames, send_frames
 from ...errors import ProtocolError, TransferError, Unreachable
-from ...wire.data_link import LinkWelcome, PagePortWelcome
+from ...wire.data_link import LinkWelcome, PagePortWelcome, Pages, Pull
 from ...wire.frames import decode_frame, encode
-from ...wire.messages import Pages, Pull
 from ..data_socket import connect_page_socket, silence_s
 from ..sealing import Opened, Opener, Sealer
 from .base import Landed, PeerHost, PullEnd

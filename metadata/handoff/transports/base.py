@@ -25,8 +25,7 @@ import zmq
 from msgspec import Struct
 
 from ...errors import ProtocolError
-from ...wire.data_link import LinkHello, LinkWelcome
-from ...wire.messages import Pages, Pull
+from ...wire.data_link import LinkHello, LinkWelcome, Pages, Pull
 from ...wire.protocol import PROTOCOL_MIN, known
 from ...wire.request import Unit
 from ..descriptors import DescriptorInbox

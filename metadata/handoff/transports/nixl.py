@@ -88,9 +88,9 @@ class NixlTransport(Transport):
     @classmethod
     def begin_pulls(cls, memory: Sequence[PageMemory], own_host: str) -> None:
         slot_bytes = _slot_bytes(memory)
-        if slot_bytes not in _rings and has_nixl():
+        if slot_bytes not in rings and has_nixl():
             try:
-                _rings[slot_bytes] = RingAgent(f"ring-{uuid4().hex}", slot_bytes, own_host)
+                rings[slot_bytes] = RingAgent(f"ring-{uuid4().hex}", slot_bytes, own_host)
             except TransferError as error:
                 logger.warning("no page will come by NIXL: %s", error)
 
@@ -114,7 +114,7 @@ class NixlTransport(Transport):
     @classmethod
     def open(cls, end: PullEnd, welcome: LinkWelcome) -> NixlTransport:
         """Meet the peer's agent. Raises TransferError."""
-        ring = _rings.get(_slot_bytes(end.memory))
+        ring = rings.get(_slot_bytes(end.memory))
         if not isinstance(welcome, NixlWelcome) or end.peer is None or ring is None:
             raise TransferError(f"{type(welcome).__name__} cannot be used: it is no NixlWelcome, or NIXL did not start")
         return cls(end, ring, welcome, end.peer.clock)
@@ -249,7 +249,7 @@ class NixlTransport(Transport):
             raise TransferError("reads from it hold more than half of the staging ring and do not end")
 
 
-_rings: dict[int, RingAgent] = {}  # of this process, by the bytes of a slot
+rings: dict[int, RingAgent] = {}  # of this process, by the bytes of a slot
 
 
 def _slot_bytes(memory: Sequence[PageMemory]) -> int:
@@ -260,6 +260,6 @@ def _slot_bytes(memory: Sequence[PageMemory]) -> int:
 
 def num_quarantined() -> int:
     """Return the number of slots of this process that are in quarantine now."""
-    for ring in _rings.values():
+    for ring in rings.values():
         ring.sweep()
-    return sum(ring.num_quarantined() for ring in _rings.values())
+    return sum(ring.num_quarantined() for ring in rings.values())

@@ -11,8 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...errors import ProtocolError
-from ...wire.data_link import LinkWelcome
-from ...wire.messages import Pages, Pull
+from ...wire.data_link import LinkWelcome, Pages, Pull
 from ...wire.request import Unit, pack_ids
 from ..memory import PageMemory, bytes_of, unpack_page
 from ..ranks.shards import PagePart

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from harness import flags, report
 
+from baton.metadata.cache.changes import INTERVAL_S
 from baton.metadata.cache.names import NAME_BYTES, PageNames, PromptNames
-from baton.metadata.cache.news import INTERVAL_S
 from baton.metadata.wire.frames import decode_frame, encode
 from baton.metadata.wire.membership import CachedPages
 from baton.metadata.wire.messages import to_router_decoder

@@ -19,18 +19,18 @@ def draw_nodes() -> None:
         able = [index for index, each in enumerate(figures) if not getattr(each, "is_full", False)]
         return random.choice(able) if able else None
 
-    placement.choose_prefill = placement.choose_decode = placement.choose_local = drawn
+    placement.choose_remote = placement.choose_decode = placement.choose_local = drawn
     prompt_placement.choose_remote = prompt_placement.choose_local = drawn
-    for name in ("prefill_reason", "decode_reason", "local_reason", "remote_reason"):
+    for name in ("decode_reason", "local_reason", "remote_reason"):
         setattr(placement, name, lambda *_: "drawn")  # the real ones compare the node with better ones
     lend_nothing()
 
 
 def lend_nothing() -> None:
     """Name no node as a lender. Prompts are placed as ever."""
-    from baton.router.placement.placement import Placement
+    from baton.router.placement.node_choice import EntryFigures
 
-    Placement.lender = lambda *_: None
+    EntryFigures.lender = lambda *_: None
 
 
 VARIANTS: dict[str, Callable[[], None]] = {"random placement": draw_nodes, "no borrowing": lend_nothing}

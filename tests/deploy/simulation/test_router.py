@@ -24,7 +24,7 @@ def test_requests_wait_for_room_first_come_first_served() -> None:
     [
         ("place_prompt", ClusterShape(1, 1, "never")),
         ("choose_decode", ClusterShape(1, 1, "never")),
-        ("choose_prefill", ClusterShape(1, 1, "never")),
+        ("choose_remote", ClusterShape(1, 1, "never")),
         ("choose_local", ClusterShape(0, 1, "always")),
         ("place_sooner", ClusterShape(1, 1, "auto")),
     ],

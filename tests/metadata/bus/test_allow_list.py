@@ -26,8 +26,9 @@ from baton.metadata.bus.liveness import HeartbeatThread
 from baton.metadata.errors import ConfigError, ProtocolError
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
+from baton.metadata.wire.data_link import Claim
 from baton.metadata.wire.membership import Heartbeat, HelloAgain
-from baton.metadata.wire.messages import Cancelled, Claim, ToRouter
+from baton.metadata.wire.messages import Cancelled, ToRouter
 from baton.metadata.wire.node_info import Load
 
 KEYS = [digit * KEY_LEN for digit in "123"]

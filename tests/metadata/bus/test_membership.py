@@ -314,7 +314,7 @@ async def test_each_router_may_have_a_key_of_its_own(
     hello: Hello, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody says which of them is at an address. A router whose line is removed is left, with its work."""
-    monkeypatch.setattr("baton.metadata.bus.router_key.CHECK_S", 0.02)
+    monkeypatch.setattr("baton.metadata.bus.router_addresses.CHECK_S", 0.02)
     listed = Listed(tmp_path / "list", "router", "router-a", "router-b", "n")
     routers = [Router(PROTOCOL_MAX, f"e{at}", keys=listed.of(f"router-{name}")) for at, name in enumerate("ba")]
     addresses = ",".join(router.hub.address for router in routers)

@@ -6,8 +6,8 @@ import pytest
 
 from baton.engine.state.pages import PagePool
 from baton.engine.state.prefix_cache import PrefixCache
-from baton.metadata.cache import news
-from baton.metadata.cache.news import BUSY_INTERVAL_S, INTERVAL_S, CacheNews
+from baton.metadata.cache import changes
+from baton.metadata.cache.changes import BUSY_INTERVAL_S, INTERVAL_S, CacheNews
 from baton.metadata.wire.membership import CachedPages
 
 from .test_changes import PAGE, store
@@ -48,7 +48,7 @@ def test_batches_are_numbered_and_a_few_per_second(session: Session) -> None:
 
 
 def test_a_batch_is_bounded(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(news, "BATCH_PAGES", 3)
+    monkeypatch.setattr(changes, "BATCH_PAGES", 3)
     store(session.cache, list(range(40)))
     session.news.begin(session.cache, b"key")
     now = 0.0

@@ -11,7 +11,7 @@ from handoff_nodes import SCHEMA, LateCache, make_client, make_server, peer_of, 
 from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import Lease, PrefixCache
 from baton.metadata.handoff.borrower import FIRST_S, Borrower
-from baton.metadata.wire.messages import Borrow
+from baton.metadata.wire.data_link import Borrow
 from baton.metadata.wire.node_info import Lender, Peer
 from baton.metadata.wire.request import Unit
 
@@ -52,7 +52,7 @@ class Nodes:
         """Poll both until a loan is over, or until nothing comes any more."""
         for _ in range(3000):
             self.now += step_s
-            over = self.borrower.poll()
+            over = [unit for each in self.client.poll() if (unit := self.borrower.take(each)) is not None]
             self.server.poll()
             if over:
                 return over

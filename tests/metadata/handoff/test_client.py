@@ -36,9 +36,8 @@ from baton.metadata.handoff.schema.schema import blocks_per_page, make_schema
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
 from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
-from baton.metadata.wire.data_link import LinkHello, LinkWelcome
+from baton.metadata.wire.data_link import LinkHello, LinkWelcome, Offer, to_prefill_decoder
 from baton.metadata.wire.frames import decode_frame, encode
-from baton.metadata.wire.messages import Offer, to_prefill_decoder
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.request import pack_ids
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from handoff_nodes import make_client, make_server, unit
 
-from baton.metadata.handoff.data_links import DataLinks
+from baton.metadata.bus.membership import DataLinks
 
 
 def test_a_node_wakes_for_both_ends_and_closes_both() -> None:

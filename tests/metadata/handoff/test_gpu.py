@@ -29,7 +29,7 @@ from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.tickets import TicketEnded, TicketFailed
 from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.transports.cuda import CudaTransport
-from baton.metadata.wire import messages as m
+from baton.metadata.wire import data_link
 from baton.metadata.wire.frames import encode, unseal
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import unpack_ids
@@ -185,7 +185,7 @@ def test_an_older_node_gets_no_message_that_it_does_not_know(pair: GpuPair) -> N
     peers = pair.server._links.peers
     answer = peers.meet(b"old", hello, ())
     newer = peers.meet(b"new", msgspec.structs.replace(pair.client._links.hello, protocol=PROTOCOL_MAX), ())
-    assert (type(answer), type(newer)) == (m.LinkWelcome, m.CudaWelcome)
+    assert (type(answer), type(newer)) == (data_link.LinkWelcome, data_link.CudaWelcome)
     plain = msgpack.unpackb(unseal(encode(answer, PROTOCOL_MIN)) or b"")
     assert set(plain) == {
         *("type", "node_id", "epoch", "transport", "lease_s", "num_pages", "pid", "fds", "sizes"),
@@ -232,7 +232,7 @@ def test_a_hello_of_an_older_protocol_that_names_an_inbox_ends_nothing(pair: Gpu
     """No release sends such a hello. The welcome for its transport cannot be written in that protocol."""
     hello = msgspec.structs.replace(pair.client._links.hello, protocol=protocol)
     answer = pair.server._links.peers.meet(b"liar", hello, ())
-    assert type(answer) is m.LinkWelcome and answer.transport == "local"
+    assert type(answer) is data_link.LinkWelcome and answer.transport == "local"
 
 
 def test_descriptors_for_a_link_that_is_over_do_not_stay_open(pair: GpuPair) -> None:
@@ -340,7 +340,7 @@ def test_many_pages_are_offered_in_several_messages(pair: GpuPair, monkeypatch: 
     pair.server.finish(unit(), make_row(SCHEMA))
     pair.client.claim(unit(), peer_of(pair.server), 0, [1, 2, 3, 4, 10])
     assert isinstance(pair.spin(), Arrived)
-    offers = named(sent, m.Offer)
+    offers = named(sent, data_link.Offer)
     assert [unpack_ids(offer.indices) for offer in offers] == [[0, 1], [2, 3], [4]]
     assert [offer.row is not None for offer in offers] == [False, False, True]
     assert same_pages(pair.target, [1, 2, 3, 4, 10], pair.source, [5, 6, 7, 8, 9])

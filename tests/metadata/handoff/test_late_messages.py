@@ -20,9 +20,8 @@ from wire import Wire
 
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
-from baton.metadata.wire.data_link import LinkWelcome
+from baton.metadata.wire.data_link import LinkWelcome, Offer, Revoke, UnknownClaim
 from baton.metadata.wire.frames import encode
-from baton.metadata.wire.messages import Offer, Revoke, UnknownClaim
 from baton.metadata.wire.node_info import Peer
 
 NUM_PAGES = 4

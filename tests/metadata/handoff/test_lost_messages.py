@@ -17,9 +17,8 @@ from baton.metadata.handoff.pull_link import BUSY_FACTOR
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
 from baton.metadata.handoff.transports import zmq as zmq_transport
-from baton.metadata.wire.data_link import LinkHello, LinkWelcome
+from baton.metadata.wire.data_link import LinkHello, LinkWelcome, Offer, Pages, to_decode_decoder, to_prefill_decoder
 from baton.metadata.wire.frames import decode_frame, encode
-from baton.metadata.wire.messages import Offer, Pages, to_decode_decoder, to_prefill_decoder
 
 TURN_S = 0.05
 Change = Callable[[list[bytes]], list[list[bytes]]]

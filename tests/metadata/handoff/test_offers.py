@@ -13,7 +13,7 @@ from baton.metadata.handoff import transfer
 from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.tickets import Ticket
 from baton.metadata.handoff.transfer import OfferedPage, read_offer, unpack_column, write_offers
-from baton.metadata.wire.messages import Offer
+from baton.metadata.wire.data_link import Offer
 from baton.metadata.wire.request import pack_ids
 
 STRIDE = 8 * blocks_per_page(SCHEMA)

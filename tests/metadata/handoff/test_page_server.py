@@ -21,9 +21,8 @@ from baton.metadata.handoff.pages import page_checksums
 from baton.metadata.handoff.ranks.orders import CloseReader, EndUnit, OfferDigests, OfferPages, ServeUnit
 from baton.metadata.handoff.schema.kv_layout import Shard
 from baton.metadata.handoff.served_links import MAX_UNSENT
-from baton.metadata.wire.data_link import LinkRefused, LinkWelcome
+from baton.metadata.wire.data_link import Claim, LinkRefused, LinkWelcome, Pages, Pull, to_decode_decoder
 from baton.metadata.wire.frames import decode_frame, encode
-from baton.metadata.wire.messages import Claim, Pages, Pull, to_decode_decoder
 from baton.metadata.wire.node_info import HostMemory
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import pack_ids

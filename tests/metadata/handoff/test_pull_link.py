@@ -21,9 +21,8 @@ from baton.metadata.handoff.descriptors import new_token, send_descriptors
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.pull_link import AWAY_S, BUSY_FACTOR, HANDSHAKE_FACTOR, HELLO_S, PullLink, PullLinks
 from baton.metadata.handoff.transports.zmq import ZmqTransport
-from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
+from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome, Renew, to_prefill_decoder
 from baton.metadata.wire.frames import decode_frame, encode
-from baton.metadata.wire.messages import Renew, to_prefill_decoder
 from baton.metadata.wire.node_info import Peer
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 

@@ -20,8 +20,7 @@ from baton.metadata.handoff.pages import OfferedPages
 from baton.metadata.handoff.served_links import DecodePeers, ServedLinks
 from baton.metadata.handoff.transports.base import INBOX_SINCE
 from baton.metadata.handoff.transports.local import LocalTransport
-from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
-from baton.metadata.wire.messages import Revoke
+from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome, Revoke
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import MAX_TEXT
 

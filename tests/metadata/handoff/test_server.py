@@ -20,12 +20,13 @@ from baton.metadata.handoff.schema.schema import make_schema, page_bytes
 from baton.metadata.handoff.served_links import MAX_UNSENT
 from baton.metadata.handoff.tickets import Claimed, TicketEnded
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
-from baton.metadata.wire.data_link import LinkHello, LinkRefused, LinkWelcome
-from baton.metadata.wire.frames import decode_frame, encode, seal
-from baton.metadata.wire.messages import (
+from baton.metadata.wire.data_link import (
     Ack,
     Claim,
     Drop,
+    LinkHello,
+    LinkRefused,
+    LinkWelcome,
     Offer,
     Pages,
     Pull,
@@ -34,6 +35,7 @@ from baton.metadata.wire.messages import (
     UnknownClaim,
     to_decode_decoder,
 )
+from baton.metadata.wire.frames import decode_frame, encode, seal
 from baton.metadata.wire.node_info import HandoffSchema, PoolLayout, RowField
 from baton.metadata.wire.request import MAX_CHOICES, MAX_TEXT, Unit, pack_ids, unpack_ids
 

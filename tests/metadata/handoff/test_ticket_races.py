@@ -16,9 +16,8 @@ from wire import Wire
 
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived, Revoked, TransferFailed
-from baton.metadata.wire.data_link import LinkHello
+from baton.metadata.wire.data_link import Ack, Claim, Drop, LinkHello, Pull, Renew, RevokeAck, to_prefill_decoder
 from baton.metadata.wire.frames import decode_frame, encode
-from baton.metadata.wire.messages import Ack, Claim, Drop, Pull, Renew, RevokeAck, to_prefill_decoder
 from baton.metadata.wire.request import pack_ids
 
 

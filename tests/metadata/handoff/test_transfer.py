@@ -10,7 +10,7 @@ from baton.metadata.handoff.pages import row_checksum
 from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.transfer import Transfer
 from baton.metadata.handoff.transports.base import Move
-from baton.metadata.wire.messages import Claim, Offer
+from baton.metadata.wire.data_link import Claim, Offer
 from baton.metadata.wire.request import pack_ids
 
 STRIDE = 8 * blocks_per_page(SCHEMA)

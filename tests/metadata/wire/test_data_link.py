@@ -15,9 +15,10 @@ from baton.metadata.wire.data_link import (
     RankHello,
     RanksWelcome,
     RankWelcome,
+    to_decode_decoder,
+    to_prefill_decoder,
 )
 from baton.metadata.wire.frames import encode, unseal
-from baton.metadata.wire.messages import to_decode_decoder, to_prefill_decoder
 
 INBOX = "baton-" + "0f" * 16
 

@@ -13,9 +13,10 @@ from baton.metadata.bus.hub import Hub
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.sockets import DRAIN_LIMIT
 from baton.metadata.errors import ProtocolError
+from baton.metadata.wire.data_link import Claim, to_prefill_decoder
 from baton.metadata.wire.frames import HelloRefused, decode_frame, decode_to_router, encode, seal, unseal
 from baton.metadata.wire.membership import Hello, Refusal
-from baton.metadata.wire.messages import Cancelled, Claim, ToNode, ToRouter, to_prefill_decoder, to_router_decoder
+from baton.metadata.wire.messages import Cancelled, ToNode, ToRouter, to_router_decoder
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN
 from baton.metadata.wire.request import GenerationRequest, SamplingParams, Unit
 

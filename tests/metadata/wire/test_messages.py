@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from baton.metadata.errors import ProtocolError, RequestError
+from baton.metadata.wire import data_link
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import decode_frame, encode
 from baton.metadata.wire.protocol import PROTOCOL_MAX, PROTOCOL_MIN, Message, fields_since
@@ -28,8 +29,8 @@ from baton.metadata.wire.request import (
 DIRECTIONS = {
     "to_router": (m.ToRouter, m.to_router_decoder),
     "to_node": (m.ToNode, m.to_node_decoder),
-    "to_prefill": (m.ToPrefill, m.to_prefill_decoder),
-    "to_decode": (m.ToDecode, m.to_decode_decoder),
+    "to_prefill": (data_link.ToPrefill, data_link.to_prefill_decoder),
+    "to_decode": (data_link.ToDecode, data_link.to_decode_decoder),
 }
 CASES = [
     pytest.param(kind, name, id=kind.__name__) for name, (union, _) in DIRECTIONS.items() for kind in get_args(union)
@@ -113,7 +114,7 @@ def test_bounds_are_enforced(sample: Any) -> None:
     refused(m.to_router_decoder, m.Failed(unit, "c", "m" * 4097, True))
     many = bytes(4 * (MAX_BATCH + 1))
     refused(m.to_router_decoder, m.Tokens((unit,) * (MAX_BATCH + 1), many, many, b""))
-    refused(m.to_prefill_decoder, m.Renew((unit,) * (MAX_BATCH + 1)))
+    refused(data_link.to_prefill_decoder, data_link.Renew((unit,) * (MAX_BATCH + 1)))
     request = GenerationRequest(b"", SamplingParams(max_tokens=1))
     refused(m.to_node_decoder, m.Prefill("e" * 65, "r", 0, (0,), request, None))
     refused(m.to_node_decoder, m.Prefill("e", "r", 0, (MAX_BATCH,), request, None))

@@ -16,7 +16,7 @@ from baton.metadata.wire.node_info import Load, NodeStats
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import Ended, SamplingParams, TokenLogprobs, Unit, pack_ids, unpack_ids
 from baton.router.config import RouterConfig
-from baton.router.dispatching import dispatcher as dispatcher_module
+from baton.router.dispatching import cached_texts
 from baton.router.dispatching.cancels import ACK_S, MAX_ACK_S
 from baton.router.dispatching.dispatcher import SLOW_TICK_S, Dispatcher
 from baton.router.dispatching.effects import Done, Effect, Error, Output, Send
@@ -254,7 +254,7 @@ def test_a_drained_node_that_comes_back_gets_nothing_at_any_moment() -> None:
 
 
 def test_nodes_forget_a_tenant_at_once_and_again_after_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "FORGET_S", 0.5)
+    monkeypatch.setattr(cached_texts, "FORGET_S", 0.5)
     world = World()
     _, asked = world.running(max_tokens=3)
     world.dispatcher.requests[asked.rid].cache_salt = "acme 1"

@@ -462,6 +462,7 @@ class AskedNodes:
         self.asked: list[tuple[int, bool]] = []
         self.nodes = [SimpleNamespace(node_id=name, routing_id=name.encode()) for name in ("p0", "d0")]
         self.registry = SimpleNamespace(nodes={node.routing_id: node for node in self.nodes})
+        self.requests = self.finished = self.health = self.queues = self.cancels = None  # nobody asks for them
 
     def ask_ledgers(self, query: int, _now: float, *, flush: bool) -> list[Effect]:
         self.asked.append((query, flush))

@@ -22,7 +22,7 @@ from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import CanaryOutcome, Capacity, GroupRank, Service
 from baton.metadata.wire.request import TokenLogprobs
 from baton.router.health import health
-from baton.router.health.canary import IDLE_TIMEOUT_S, MAX_TIMEOUT_S
+from baton.router.health.canary import AWAITED_S, IDLE_TIMEOUT_S, MAX_TIMEOUT_S
 from baton.router.health.health import (
     FULL_RETRY_S,
     RETRY_S,
@@ -33,7 +33,6 @@ from baton.router.health.health import (
     TellOutcome,
     TellProven,
 )
-from baton.router.health.outcomes import AWAITED_S
 from baton.router.nodes.node import Node
 from baton.router.requests.attempt import Attempt
 from baton.router.text.tokenizer import TextTokenizer

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from baton.router.nodes.name_table import NameTable
+from baton.router.nodes.told_pages import NameTable
 
 
 @pytest.mark.parametrize("num_expected", [0, 300])

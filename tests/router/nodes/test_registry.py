@@ -21,8 +21,8 @@ import zmq
 from baton.metadata.bus.link import Link
 from baton.metadata.bus.session import Joined, RouterSession
 from baton.metadata.errors import ProtocolError
+from baton.metadata.wire import data_link, protocol
 from baton.metadata.wire import messages as m
-from baton.metadata.wire import protocol
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.membership import TokenizerFile
 from baton.metadata.wire.node_info import Capacity, GroupRank, NodeStats, Service
@@ -32,7 +32,7 @@ from baton.router.errors import Conflict, NotFound
 from baton.router.nodes import registry
 from baton.router.nodes.drains import Drains
 from baton.router.nodes.node import Node, NodeGroup
-from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S
+from baton.router.nodes.registry import CROSSING_S, MAX_EMPTY_GROUPS, MAX_LINES, MAX_WAITING, TOKENIZER_S, overdue
 
 from ..conftest import System
 from ..dispatching.test_runner import is_canary, own, wait_until
@@ -237,7 +237,7 @@ def test_a_node_is_addressed_in_the_highest_protocol_that_both_know(
     node = clocked.registry.nodes[peer]
     assert isinstance(welcome, m.Welcome) and welcome.protocol == expected
     assert clocked.protocols[peer] == [expected] and node.protocol == expected
-    assert node.knows(m.CudaWelcome) == (expected >= 6) and node.knows(m.Reserve)
+    assert node.knows(data_link.CudaWelcome) == (expected >= 6) and node.knows(m.Reserve)
 
 
 def test_a_node_that_says_hello_anew_is_lost_before_it_is_asked_for_a_newer_hello(clocked: ClockedRegistry) -> None:
@@ -614,7 +614,7 @@ class Drained:
         self.drains = Drains(self.nodes)
 
     def check(self, now: float) -> None:
-        self.evicted += self.drains.due(now)
+        self.evicted += overdue(self.nodes.values(), now)
 
 
 def test_remaining_requests_are_moved_once_when_the_time_is_over() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.metadata.wire import messages as m
-from baton.router.placement.affinity import ExpectedPages, SessionAffinity
+from baton.router.nodes.told_pages import ExpectedPages
+from baton.router.placement.node_choice import SessionAffinity
 
 from ..conftest import System
 from ..dispatching.test_runner import own

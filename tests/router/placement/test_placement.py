@@ -11,16 +11,10 @@ import pytest
 
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.node_info import Capacity, Load
-from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill
-from baton.router.placement.node_choice import (
-    DecodeFigures,
-    PrefillFigures,
-    choose_decode,
-    choose_prefill,
-    decode_reason,
-    prefill_reason,
-)
-from baton.router.placement.placement import EXPECTED_S, Placement
+from baton.router.nodes.prompt_role import GroupFacts, LocalPrefill, PromptTimes
+from baton.router.placement.node_choice import EXPECTED_S, DecodeFigures, choose_decode, decode_reason
+from baton.router.placement.placement import Placement
+from baton.router.placement.prompt_placement import RemoteFigures, choose_remote, remote_reason
 from baton.router.waiting.entry import Entry
 
 from ..conftest import System
@@ -46,13 +40,18 @@ def test_no_decode_node_is_chosen_if_all_are_full() -> None:
     assert choose_decode([decode(free=4), decode(is_full=True), decode(running=10)], 5) is None
 
 
-def test_prefill_trades_affinity_against_load() -> None:
-    cached = PrefillFigures(queued_tokens=500, num_queued=1, max_queued=8, cached_tokens=900)
-    idle = PrefillFigures(queued_tokens=0, num_queued=0, max_queued=8, cached_tokens=0)
-    assert choose_prefill([idle, cached], 1000) == 1
-    assert choose_prefill([idle, cached._replace(queued_tokens=1000)], 1000) == 0
-    assert choose_prefill([idle._replace(num_queued=1), idle], 10) == 1
-    assert choose_prefill([idle._replace(num_queued=8)], 10) is None
+QUEUE = RemoteFigures(0, 1000, PromptTimes(), 0.0, 0.0)
+MEASURED = PromptTimes(1e-3, 0.0)
+
+
+@pytest.mark.parametrize("times", [PromptTimes(), MEASURED])
+def test_prefill_trades_affinity_against_load(times: PromptTimes) -> None:
+    idle = QUEUE._replace(times=times)
+    cached = idle._replace(num_queued_tokens=500, num_prompts=1, num_uncached_tokens=100)
+    assert choose_remote([idle, cached]) == 1
+    assert choose_remote([idle, cached._replace(num_queued_tokens=1000)]) == 0
+    assert choose_remote([idle._replace(num_prompts=1), idle]) == 1
+    assert choose_remote([]) is None
 
 
 def test_a_session_returns_to_its_nodes_unless_others_are_much_less_loaded() -> None:
@@ -60,11 +59,10 @@ def test_a_session_returns_to_its_nodes_unless_others_are_much_less_loaded() -> 
     assert choose_decode([decode(running=3, most=20), last], 5) == 1
     assert choose_decode([decode(running=1, most=20), last], 5) == 0, "more than a tenth of its places fuller"
     assert choose_decode([decode(running=3, most=20), last._replace(is_full=True)], 5) == 0
-    idle = PrefillFigures(queued_tokens=0, num_queued=0, max_queued=8, cached_tokens=0)
-    last_prefill = idle._replace(queued_tokens=900, num_queued=2, is_sessions=True)
-    assert choose_prefill([idle, last_prefill], 1000) == 1
-    assert choose_prefill([idle, last_prefill._replace(queued_tokens=1100)], 1000) == 0
-    assert choose_prefill([idle, last_prefill._replace(num_queued=8)], 1000) == 0
+    for idle in (QUEUE, QUEUE._replace(times=MEASURED)):
+        last_prefill = idle._replace(num_queued_tokens=900, num_prompts=2, is_sessions=True)
+        assert choose_remote([idle, last_prefill]) == 1
+        assert choose_remote([idle, last_prefill._replace(num_queued_tokens=1100)]) == 0
 
 
 LAST = decode(running=4, most=20)._replace(is_sessions=True)
@@ -95,41 +93,46 @@ def test_the_reason_for_a_decode_node_is_what_was_compared(figures: list[DecodeF
     assert index is not None and decode_reason(figures, 5, index) == reason
 
 
-QUEUE = PrefillFigures(queued_tokens=0, num_queued=0, max_queued=8, cached_tokens=0)
+FAST = QUEUE._replace(times=MEASURED)
 
 
 @pytest.mark.parametrize(
     ("figures", "reason"),
     [
         (
-            [QUEUE._replace(queued_tokens=1200), QUEUE],
+            [QUEUE._replace(num_queued_tokens=1200), QUEUE],
             "of 2 prefill nodes it has the fewest tokens to compute up to the prompt's end: 1,000, the next 2,200",
         ),
         (
-            [QUEUE, QUEUE._replace(queued_tokens=500, cached_tokens=900)],
+            [QUEUE, QUEUE._replace(num_queued_tokens=500, num_uncached_tokens=100)],
             "of 2 prefill nodes it has the fewest tokens to compute up to the prompt's end: 600, the next 1,000",
         ),
         ([QUEUE, QUEUE], "none of 2 prefill nodes has fewer tokens to compute up to the prompt's end: 1,000"),
         (
-            [QUEUE._replace(num_queued=2), QUEUE._replace(num_queued=1)],
+            [QUEUE._replace(num_prompts=2), QUEUE._replace(num_prompts=1)],
             "none of 2 prefill nodes has fewer tokens to compute up to the prompt's end: 1,000, and it has the fewest "
             "prompts: 1",
         ),
         (
-            [QUEUE, QUEUE._replace(queued_tokens=900, is_sessions=True)],
+            [QUEUE, QUEUE._replace(num_queued_tokens=900, is_sessions=True)],
             "the session stays with its prefill node: 900 tokens to compute before this prompt, elsewhere at least "
             "1,000 up to its end",
         ),
         (
-            [QUEUE, QUEUE._replace(queued_tokens=1100, is_sessions=True)],
+            [QUEUE, QUEUE._replace(num_queued_tokens=1100, is_sessions=True)],
             "of 2 prefill nodes it has the fewest tokens to compute up to the prompt's end: 1,000, the next 1,100",
         ),
-        ([QUEUE, QUEUE._replace(num_queued=8)], ""),
+        ([QUEUE], ""),
+        (
+            [FAST, FAST._replace(num_queued_tokens=900, is_sessions=True)],
+            "the session stays with its prefill node: the first two tokens in 1900.0 ms with 1,900 tokens to compute, "
+            "elsewhere in 1000.0 ms",
+        ),
     ],
 )
-def test_the_reason_for_a_prefill_node_is_what_was_compared(figures: list[PrefillFigures], reason: str) -> None:
-    index = choose_prefill(figures, 1000)
-    assert index is not None and prefill_reason(figures, 1000, index) == reason
+def test_the_reason_for_a_prefill_node_is_what_was_compared(figures: list[RemoteFigures], reason: str) -> None:
+    index = choose_remote(figures)
+    assert index is not None and remote_reason(figures, index) == reason
 
 
 def test_a_place_says_why_it_has_its_nodes() -> None:
@@ -153,7 +156,7 @@ def test_a_place_says_why_it_has_its_nodes() -> None:
     assert reasons()[1] == "the only one of 2 decode nodes that has room now"
     entry.request.failed_pairs.add((first.routing_id, decodes[1].routing_id))
     assert reasons()[1] == unready + ", or the request failed there"
-    placement.begin_prompt(first, entry, 0, 0.0)
+    placement.figures.begin_prompt(first, entry, 0, 0.0)
     assert reasons()[0] == "the only prefill node; it probably holds 32 of the prompt's 40 tokens in its prefix cache"
     entry.pair = first, decodes[0]
     assert reasons()[1] == "a canary request tries this node"
@@ -177,7 +180,7 @@ def test_sessions_are_kept_apart_by_tenant_and_found_by_header_or_field(make_sys
     for n in range(8):
         nodes([40 + n] * 20, {"X-Session-ID": f"s{n}"})
     dispatcher = system.router.router.dispatcher._dispatcher
-    session = dispatcher._placement._prefill_sessions._nodes
+    session = dispatcher._placement.figures._prefill_sessions._nodes
     assert len(session) == 8
     first, last = next(iter(session)), dispatcher.registry
     other = next(key for key, node in last.nodes.items() if node.role == "prefill" and key != session[first])
@@ -339,7 +342,7 @@ def test_the_next_turn_goes_to_the_nodes_that_have_told_its_pages(late: bool) ->
     assert (place.prefill.node_id, place.decode.node_id) == ("p2", "d1")
     assert "; it holds 80 of the prompt's 100 tokens in its prefix cache" in place.prefill_reason
     assert place.decode_reason.startswith("it has 96% of the prompt in its prefix cache")
-    assert placement.begin_prompt(place.prefill, entry, 0, 0.0) == 20
+    assert placement.figures.begin_prompt(place.prefill, entry, 0, 0.0) == 20
 
 
 def test_no_prompt_is_placed_by_the_pages_of_another_tenant() -> None:
@@ -364,8 +367,8 @@ def test_pages_of_a_prompt_under_way_are_expected_until_the_node_would_have_told
     for node in nodes:
         tell_pages(node, entry.names, 0)
     second = nodes[1]
-    placement.begin_prompt(second, entry, 0, 10.0)
-    assert placement._num_uncached(second, entry, 60.0) == 4, "the prompt still waits there"
+    placement.figures.begin_prompt(second, entry, 0, 10.0)
+    assert placement.figures._num_uncached(second, entry, 60.0) == 4, "the prompt still waits there"
     second.end_prompt(entry.request.rid, 0)
-    assert placement._num_uncached(second, entry, 11.0) == 4
-    assert placement._num_uncached(second, entry, 10.1 + EXPECTED_S) == 100, "it has told nothing of them"
+    assert placement.figures._num_uncached(second, entry, 11.0) == 4
+    assert placement.figures._num_uncached(second, entry, 10.1 + EXPECTED_S) == 100, "it has told nothing of them"

@@ -18,7 +18,7 @@ from samples import make_sample
 from baton.metadata.bus.curve import KeyPair
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived
-from baton.metadata.wire.messages import Pages, Pull
+from baton.metadata.wire.data_link import Pages, Pull
 
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 _READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"

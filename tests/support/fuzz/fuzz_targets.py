@@ -28,6 +28,7 @@ from baton.metadata.handoff.schema.schema import make_schema, page_bytes, row_by
 from baton.metadata.handoff.served_links import MAX_LINKS
 from baton.metadata.handoff.tickets import MAX_PARKED, TicketEnded
 from baton.metadata.handoff.transfer import Arrived
+from baton.metadata.wire import data_link
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import decode_frame, encode
 from baton.metadata.wire.node_info import DevicePools, Peer, PoolLayout
@@ -36,8 +37,8 @@ from baton.metadata.wire.request import Unit, pack_ids
 DECODERS = {
     "to_router": (m.ToRouter, m.to_router_decoder),
     "to_node": (m.ToNode, m.to_node_decoder),
-    "to_prefill": (m.ToPrefill, m.to_prefill_decoder),
-    "to_decode": (m.ToDecode, m.to_decode_decoder),
+    "to_prefill": (data_link.ToPrefill, data_link.to_prefill_decoder),
+    "to_decode": (data_link.ToDecode, data_link.to_decode_decoder),
 }
 
 
@@ -163,17 +164,17 @@ class ServerTarget(Target):
         if held and rng.random() < 0.7:
             unit = rng.choice(held)
         indices = pack_ids(rng.choice([[0], [1], [0, 1], [1, 0]]))
-        hello = {name: getattr(self.client._links.hello, name) for name in m.LinkHello.__struct_fields__}
+        hello = {name: getattr(self.client._links.hello, name) for name in data_link.LinkHello.__struct_fields__}
         epoch = rng.choice(["x" * 16, "y" * 16])
         makers = (
-            lambda: m.LinkHello(**hello | {"node_id": "evil", "epoch": epoch, "transports": ("local", "zmq")}),
-            lambda: m.Claim(unit=unit, num_cached_pages=rng.choice([0, 0, 1, 2])),
-            lambda: m.Pull(unit=unit, indices=indices),
-            lambda: m.Renew(units=(unit,) * rng.choice([0, 1, 50])),
-            lambda: m.Ack(unit=unit),
-            lambda: m.Drop(unit=unit, reason="x"),
-            lambda: m.RevokeAck(unit=unit),
-            lambda: make_sample(rng.choice(get_args(m.ToPrefill)), rng),
+            lambda: data_link.LinkHello(**hello | {"node_id": "evil", "epoch": epoch, "transports": ("local", "zmq")}),
+            lambda: data_link.Claim(unit=unit, num_cached_pages=rng.choice([0, 0, 1, 2])),
+            lambda: data_link.Pull(unit=unit, indices=indices),
+            lambda: data_link.Renew(units=(unit,) * rng.choice([0, 1, 50])),
+            lambda: data_link.Ack(unit=unit),
+            lambda: data_link.Drop(unit=unit, reason="x"),
+            lambda: data_link.RevokeAck(unit=unit),
+            lambda: make_sample(rng.choice(get_args(data_link.ToPrefill)), rng),
         )
         return rng.choices(makers, (2, 4, 6, 2, 1, 1, 1, 2))[0]()
 
@@ -215,11 +216,11 @@ class ServerTarget(Target):
         events: list[Any] = []
         for _ in range(12):
             dealer = rng.choice(self.hostile)
-            kind = rng.choice([m.Ack, m.Drop, m.RevokeAck, m.Claim, m.Pull])
+            kind = rng.choice([data_link.Ack, data_link.Drop, data_link.RevokeAck, data_link.Claim, data_link.Pull])
             fields = {
-                m.Drop: {"reason": ""},
-                m.Claim: {"num_cached_pages": 0},
-                m.Pull: {"indices": pack_ids([0, 1])},
+                data_link.Drop: {"reason": ""},
+                data_link.Claim: {"num_cached_pages": 0},
+                data_link.Pull: {"indices": pack_ids([0, 1])},
             }.get(kind, {})
             dealer.send(encode(kind(unit=unit, **fields)))
             dealer.inbox.clear()
@@ -295,23 +296,23 @@ class ClientTarget(Target):
         row = rng.choice([None, None, make_row(SCHEMA), bytes(row_bytes(SCHEMA))])
         makers = (
             lambda: self._welcome(rng, epoch),
-            lambda: m.Offer(
+            lambda: data_link.Offer(
                 unit=unit, num_pages=3, indices=pack_ids(indices), pages=pack_ids(sources),
                 generations=b"".join(int(self.source[0].generations[page]).to_bytes(8, "little") for page in sources),
                 checksums=self._checksums(sources),
                 row=row, row_checksum=0 if row is None else row_checksum(row),
             ),
-            lambda: m.Pages(unit=unit, indices=pack_ids(indices), generations=bytes(8 * len(indices))),
-            lambda: m.Revoke(unit=unit, finished=rng.random() < 0.5, reason="x"),
-            lambda: m.UnknownClaim(unit=unit),
-            lambda: m.LinkRefused(reason="no"),
-            lambda: make_sample(rng.choice(get_args(m.ToDecode)), rng),
+            lambda: data_link.Pages(unit=unit, indices=pack_ids(indices), generations=bytes(8 * len(indices))),
+            lambda: data_link.Revoke(unit=unit, finished=rng.random() < 0.5, reason="x"),
+            lambda: data_link.UnknownClaim(unit=unit),
+            lambda: data_link.LinkRefused(reason="no"),
+            lambda: make_sample(rng.choice(get_args(data_link.ToDecode)), rng),
         )  # fmt: skip
         return rng.choices(makers, (6, 8, 4, 1, 1, 0.3, 2))[0]()
 
-    def _welcome(self, rng: random.Random, epoch: str) -> m.LinkWelcome:
+    def _welcome(self, rng: random.Random, epoch: str) -> data_link.LinkWelcome:
         fd, size = self.server.end.memory[0].fd or 0, self.server.end.memory[0].size
-        return m.LinkWelcome(
+        return data_link.LinkWelcome(
             node_id="evil", epoch=epoch, transport=rng.choice(self.transports), lease_s=1.0, num_pages=32,
             pid=rng.choice([os.getpid(), os.getpid(), 1, 2**40]),
             fds=(rng.choice([fd, 0, 1, 2, 7]),),
@@ -327,7 +328,7 @@ class ClientTarget(Target):
         indices = rng.choice([[1], [2], [1, 2]])
         frame = pack_pages(self.source, [rng.randint(1, 31) for _ in indices]).tobytes()
         frame = rng.choice([frame, frame, frame[:-1], frame * 2, b""])
-        header = m.Pages(unit=unit, indices=pack_ids(indices), generations=bytes(8 * len(indices)))
+        header = data_link.Pages(unit=unit, indices=pack_ids(indices), generations=bytes(8 * len(indices)))
         return [encode(header), frame]
 
     def _poll(self) -> None:
@@ -351,7 +352,7 @@ class GpuClientTarget(ClientTarget):
     has_gpu = True
     transports = ("cuda", "local", "zmq")
 
-    def _welcome(self, rng: random.Random, epoch: str) -> m.LinkWelcome:
+    def _welcome(self, rng: random.Random, epoch: str) -> data_link.LinkWelcome:
         welcome = super()._welcome(rng, epoch)
         [known] = self.source[0].device.shared
         token, first = rng.randbytes(16), self.server.end.memory[0]
@@ -359,7 +360,9 @@ class GpuClientTarget(ClientTarget):
             send_descriptors(self.client._links.hello.inbox, token, [known.descriptor])
             changes: dict[str, Any] = {"pid": os.getpid(), "fds": (first.fd or 0,), "sizes": (first.size,)}
             fields = msgspec.structs.asdict(welcome) | changes | {"transport": "cuda"}
-            return m.CudaWelcome(**fields, pools=DevicePools(device="GPU-evil", sizes=(known.size,), token=token))
+            return data_link.CudaWelcome(
+                **fields, pools=DevicePools(device="GPU-evil", sizes=(known.size,), token=token)
+            )
         if rng.random() < 0.3:
             return welcome
         sent = rng.choice(
@@ -374,7 +377,7 @@ class GpuClientTarget(ClientTarget):
             sizes=(size,) * rng.choice([1, 1, 1, 2]),
             token=rng.choice([token, token, rng.randbytes(16)]),
         )
-        return m.CudaWelcome(**fields | {"pools": pools, "num_pages": rng.choice([32, 32, 32, 2**31])})
+        return data_link.CudaWelcome(**fields | {"pools": pools, "num_pages": rng.choice([32, 32, 32, 2**31])})
 
     def _checksums(self, sources: list[int]) -> bytes:
         return b"".join(self.source[0].device.digest(sources))

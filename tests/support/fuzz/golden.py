@@ -18,16 +18,22 @@ import msgspec
 from msgspec import inspect
 
 from baton.metadata.cache.names import NAME_BYTES
+from baton.metadata.wire import data_link
 from baton.metadata.wire import messages as m
 from baton.metadata.wire.frames import encode
 from baton.metadata.wire.request import pack_ids
 
-DIRECTIONS = {"ToRouter": m.ToRouter, "ToNode": m.ToNode, "ToPrefill": m.ToPrefill, "ToDecode": m.ToDecode}
+DIRECTIONS = {
+    "ToRouter": m.ToRouter,
+    "ToNode": m.ToNode,
+    "ToPrefill": data_link.ToPrefill,
+    "ToDecode": data_link.ToDecode,
+}
 DECODERS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     "ToRouter": m.to_router_decoder,
     "ToNode": m.to_node_decoder,
-    "ToPrefill": m.to_prefill_decoder,
-    "ToDecode": m.to_decode_decoder,
+    "ToPrefill": data_link.to_prefill_decoder,
+    "ToDecode": data_link.to_decode_decoder,
 }
 
 

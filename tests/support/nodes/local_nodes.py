@@ -23,9 +23,8 @@ from baton.engine.ranks.handoffs import make_client, make_server
 from baton.engine.ranks.ranked_engine import RankedEngine, start_ranks
 from baton.engine.rounds.device_executor import executor_of
 from baton.engine.startup import load_engine, make_endpoint, make_membership
-from baton.metadata.bus.membership import Membership
+from baton.metadata.bus.membership import DataLinks, Membership
 from baton.metadata.bus.sockets import new_epoch
-from baton.metadata.handoff.data_links import DataLinks
 from baton.prefill_node.config import PrefillConfig
 from baton.prefill_node.main import make_scheduler
 from baton.prefill_node.node import PrefillNode

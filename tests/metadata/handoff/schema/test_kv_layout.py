@@ -30,8 +30,8 @@ from baton.metadata.handoff.schema.schema import (
 )
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
+from baton.metadata.wire.data_link import to_prefill_decoder
 from baton.metadata.wire.frames import encode, unseal
-from baton.metadata.wire.messages import to_prefill_decoder
 from baton.metadata.wire.node_info import FurtherPool, HandoffSchema, KvPlane, PoolLayout
 from baton.metadata.wire.protocol import PROTOCOL_MIN
 

@@ -19,7 +19,7 @@ from baton.metadata.handoff.page_port import PagePort
 from baton.metadata.handoff.tickets import TicketEnded
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports import aes
-from baton.metadata.wire.messages import Pull
+from baton.metadata.wire.data_link import Pull
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 
 ALL = ("plain", "aes", "zmq")

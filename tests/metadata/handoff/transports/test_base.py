@@ -11,8 +11,7 @@ from baton.metadata.handoff.transports.base import INBOX_SINCE
 from baton.metadata.handoff.transports.cuda import CudaTransport
 from baton.metadata.handoff.transports.local import LocalTransport
 from baton.metadata.handoff.transports.zmq import ZmqTransport
-from baton.metadata.wire.data_link import CudaWelcome, LinkHello
-from baton.metadata.wire.messages import Pages
+from baton.metadata.wire.data_link import CudaWelcome, LinkHello, Pages
 from baton.metadata.wire.protocol import PROTOCOL_MAX
 from baton.metadata.wire.request import pack_ids
 

@@ -15,8 +15,7 @@ from baton.metadata.handoff.memory_places import send_memory
 from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transports.base import Move, PullEnd
 from baton.metadata.handoff.transports.local import LocalTransport
-from baton.metadata.wire.data_link import LinkWelcome
-from baton.metadata.wire.messages import Pages
+from baton.metadata.wire.data_link import LinkWelcome, Pages
 
 
 def ignore(_: object) -> None:

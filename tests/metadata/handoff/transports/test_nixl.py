@@ -94,7 +94,7 @@ def test_ranks_read_their_heads_of_the_ranks_that_have_them(num_prefill: int, nu
             assert named(events, Arrived), events
             assert num_prefill * num_decode > 1 or named(events, Arrived)[0].times.transport == "nixl"
             assert pair.has_arrived([9, 1, 4], [3, 5, 8])
-        assert nixl._rings and nixl.num_quarantined() == 0
+        assert nixl.rings and nixl.num_quarantined() == 0
     finally:
         pair.close()
 

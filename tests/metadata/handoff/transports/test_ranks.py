@@ -27,7 +27,7 @@ from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.tickets import TicketEnded, TicketFailed
 from baton.metadata.handoff.transfer import Arrived, TransferFailed
 from baton.metadata.handoff.transports.ranks import RanksTransport
-from baton.metadata.wire.messages import Ack, Claim
+from baton.metadata.wire.data_link import Ack, Claim
 
 MakePair = Callable[..., RankPair]
 

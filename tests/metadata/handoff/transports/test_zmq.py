@@ -14,7 +14,7 @@ from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transports import zmq as zmq_transport
 from baton.metadata.handoff.transports.base import Landed, Move
 from baton.metadata.handoff.transports.zmq import ZmqTransport
-from baton.metadata.wire.messages import Pages, Pull
+from baton.metadata.wire.data_link import Pages, Pull
 from baton.metadata.wire.request import unpack_ids
 
 PER_PULL = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.metadata.bus.asks import GRANT_S, REPEAT_S, Asks
+from baton.decode_node.reservations import GRANT_S, REPEAT_S, Asks
 
 
 def two() -> Asks:
