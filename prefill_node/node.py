@@ -336,8 +336,6 @@ class PrefillNode:
             for request in [each for each in self.scheduler.borrowing if each.loan == unit]:  # none if it was dropped
                 self.scheduler.end_loan(request)
                 self._begin_computing(request)
-        if self._kept is not None:
-            self._kept.begin()
 
     def _begin_computing(self, request: Request) -> None:
         self._counts.prompt_tokens += len(request.token_ids)
