@@ -1,0 +1,317 @@
+"""Rounds of the gated delta rule with several rows of each sequence, which are drafts, by products of matrices.
+
+The kernels share the work as those of triton_delta_round.py do. The first one multiplies all new queries and keys with
+the keys since the edge and with each other. A program of the second one has some columns of a state, and multiplies
+them with the new queries and keys. Then it takes the new rows one after another, as each depends on the updates of
+those before. Products have one shape, so the bits of a row do not depend on the other sequences.
+"""
+
+# ruff: noqa: N803, N806
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .delta_rule import DeltaWeights
+from .paged_delta import MAX_ROUND_LEN, DeltaInputs, DeltaPlan, DeltaPools
+from .triton_delta_columns import advance, state_columns
+from .triton_delta_rows import block_rows, decays, new_part, old_part, places, store_rows, unit
+
+TILE_OF_KEYS = 4, 168  # warps of a program of the first kernel, and registers of a thread
+TILE_OF_STATE = 32, 4, 128  # columns and warps of a program of the second kernel, and registers of a thread
+
+
+def draft_round(
+    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, plan: DeltaPlan, sizes: dict[str, Any]
+) -> Tensor:
+    """Do as `delta_round`, whose `out` and constants `sizes` are given. States decay by value head."""
+    num_tokens, (num_heads, num_shared, key_dim, value_dim) = len(inputs.q), weights.state_shape
+    num_seqs, page_size = len(plan.seq_lens), pools.rows.shape[3]
+    of_key_head = num_tokens, num_heads, 2
+    vectors, products, steps = (
+        torch.empty(shape, dtype=torch.float32, device=out.device)
+        for shape in ((*of_key_head, key_dim), (*of_key_head, plan.block + MAX_ROUND_LEN), (*out.shape[:2], 2))
+    )
+    places = plan.seq_lens, plan.table, plan.query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
+    sizes = {**sizes, "NEW": MAX_ROUND_LEN}
+    num_warps, registers = TILE_OF_KEYS
+    _draft_keys_kernel[num_heads, num_seqs](
+        vectors, products, steps, *pools[:2], *inputs[:2], *inputs[4:], *weights[:3], *places, *inputs.strides,
+        B_HEAD=inputs.b.stride(1), A_HEAD=inputs.a.stride(1), BLOCK_S=triton.next_power_of_2(num_shared), **sizes,
+        num_warps=num_warps, maxnreg=registers,
+    )  # fmt: skip
+    columns, num_warps, registers = TILE_OF_STATE
+    block_v = min(columns, max(16, triton.next_power_of_2(value_dim)))
+    _draft_columns_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
+        out, *pools, vectors, products, steps, inputs.v, weights.taps, *places, inputs.strides[0], **sizes,
+        STATE_PART=pools.states.shape[4], BLOCK_V=block_v, num_warps=num_warps, maxnreg=registers,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
+def _draft_keys_kernel(
+    vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32, written: keys and queries
+    products_ptr,  # [num_tokens, HEADS, 2, BLOCK + NEW] float32, written: with the block's old keys, then with new ones
+    steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32, written: beta, and the decay since the edge
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
+    q_ptr,  # [num_tokens, HEADS, KEY_DIM], tokens token_stride and heads QKV_HEAD apart
+    k_ptr,  # likewise
+    b_ptr,  # [num_tokens, HEADS, SHARED], tokens b_stride and heads B_HEAD apart
+    a_ptr,  # [num_tokens, HEADS, SHARED], tokens a_stride and heads A_HEAD apart
+    taps_ptr,  # [HEADS, TAPS, 2 * KEY_DIM + SHARED * VALUE_DIM] float32
+    a_log_ptr,  # [HEADS, SHARED] float32
+    dt_bias_ptr,  # [HEADS, SHARED] float32
+    seq_lens_ptr,  # [num_seqs] int64
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    query_len,
+    num_slots,  # of a sequence
+    table_stride,
+    token_stride,
+    b_stride,
+    a_stride,
+    QKV_HEAD: tl.constexpr,
+    B_HEAD: tl.constexpr,
+    A_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,  # 1
+    TAPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    NEW: tl.constexpr,  # rows of a round at most
+    EARLY: tl.constexpr,  # pages are read before the kernel before ends
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (HEADS, num_seqs)."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + SHARED * (1 + DECAY_DIM)
+    head, seq = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first_token, pages_ptr = seq * query_len, table_ptr + seq * table_stride
+    start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
+    stop = tl.minimum(start + query_len, num_slots)
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if not EARLY:
+            gdc_wait()
+    edge = start // BLOCK * BLOCK
+    first = start - edge
+    token, dims, row, shared = tl.arange(0, NEW), tl.arange(0, BLOCK_K), tl.arange(0, ROWS), tl.arange(0, BLOCK_S)
+    is_new, is_dim, is_shared = token < stop - start, dims < KEY_DIM, shared < SHARED
+    taps_ptr += head * CHANNELS * TAPS
+    q_ptr += first_token * token_stride + head * QKV_HEAD
+    k_ptr += first_token * token_stride + head * QKV_HEAD - KEY_DIM  # channels of keys stand behind those of queries
+    a_ptr += first_token * a_stride + head * A_HEAD
+    b_ptr += first_token * b_stride + head * B_HEAD
+    old = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE) + row
+    is_old = (row < first)[:, None] & is_dim[None, :]
+    keys_ptr = updates_ptr + SHARED * VALUE_DIM + dims
+    keys = tl.load(keys_ptr[None, :] + old[:, None] * UPDATE_WIDTH, mask=is_old, other=0.0)
+    last = places(start - 1, first > 0, pages_ptr, head, HEADS, PAGE_SIZE)
+    decays_ptr = updates_ptr + (SHARED * VALUE_DIM + KEY_DIM) + shared
+    before = tl.load(decays_ptr + last * UPDATE_WIDTH, mask=is_shared & (first > 0), other=0.0)
+    a_log = tl.load(a_log_ptr + head * SHARED + shared, mask=is_shared, other=0.0)
+    dt_bias = tl.load(dt_bias_ptr + head * SHARED + shared, mask=is_shared, other=0.0)
+    block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
+    k = old_part(first + token, is_new, KEY_DIM + dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, first, CHANNELS,
+                 WIDTH, TAPS)  # fmt: skip
+    q = old_part(first + token, is_new, dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, first, CHANNELS, WIDTH,
+                 TAPS)  # fmt: skip
+    if DEPENDENT and EARLY:
+        gdc_wait()
+    k = unit(new_part(k, token, is_new, KEY_DIM + dims, is_dim, k_ptr, taps_ptr, token_stride, CHANNELS, TAPS))
+    q = unit(new_part(q, token, is_new, dims, is_dim, q_ptr, taps_ptr, token_stride, CHANNELS, TAPS)) * KEY_DIM**-0.5
+    place = places(start + token, is_new, pages_ptr, head, HEADS, PAGE_SIZE)[:, None]
+    is_in, of_head = is_new[:, None] & is_dim[None, :], ((first_token + token) * HEADS + head)[:, None]
+    tl.store(keys_ptr[None, :] + place * UPDATE_WIDTH, k, mask=is_in)
+    tl.store(vectors_ptr + of_head * (2 * KEY_DIM) + dims[None, :], k, mask=is_in)
+    tl.store(vectors_ptr + of_head * (2 * KEY_DIM) + KEY_DIM + dims[None, :], q, mask=is_in)
+    at = products_ptr + of_head * (2 * (BLOCK + NEW))
+    is_in = is_new[:, None] & (row < BLOCK)[None, :]
+    keys, others = tl.trans(keys), tl.trans(k)
+    tl.store(at + row[None, :], tl.dot(k, keys, input_precision="tf32x3"), mask=is_in)
+    tl.store(at + (BLOCK + NEW) + row[None, :], tl.dot(q, keys, input_precision="tf32x3"), mask=is_in)
+    at += BLOCK + token[None, :]
+    is_in = is_new[:, None] & (token >= 0)[None, :]
+    tl.store(at, tl.dot(k, others, input_precision="tf32x3"), mask=is_in)
+    tl.store(at + (BLOCK + NEW), tl.dot(q, others, input_precision="tf32x3"), mask=is_in)
+    is_in = is_new[:, None] & is_shared[None, :]
+    a = tl.load(a_ptr + token[:, None] * a_stride + shared[None, :], mask=is_in, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + token[:, None] * b_stride + shared[None, :], mask=is_in, other=0.0).to(tl.float32)
+    step, is_later = decays(a, is_in, a_log[None, :], dt_bias[None, :]), (first + token >= BLOCK)[:, None]
+    passed = before[None, :] + tl.cumsum(tl.where(is_later, 0.0, step), 0)
+    passed = tl.where(is_later, tl.cumsum(tl.where(is_later, step, 0.0), 0), passed)
+    tl.store(decays_ptr[None, :] + place * UPDATE_WIDTH, passed, mask=is_in)
+    at = steps_ptr + of_head * (2 * SHARED) + 2 * shared[None, :]
+    tl.store(at, tl.sigmoid(b), mask=is_in)
+    tl.store(at + 1, passed, mask=is_in)
+    store_rows(start + token, is_new, dims, is_dim, 0, q_ptr, rows_ptr, pages_ptr, start, token_stride, head, HEADS,
+               PAGE_SIZE, WIDTH)  # fmt: skip
+    store_rows(start + token, is_new, KEY_DIM + dims, is_dim, 0, k_ptr, rows_ptr, pages_ptr, start, token_stride, head,
+               HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    store_rows(start + token, is_new, shared, is_shared, CHANNELS, b_ptr, rows_ptr, pages_ptr, start, b_stride, head,
+               HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    store_rows(start + token, is_new, shared, is_shared, CHANNELS + SHARED, a_ptr, rows_ptr, pages_ptr, start, a_stride,
+               head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("query_len", "num_slots", "table_stride"))
+def _draft_columns_kernel(
+    out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
+    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
+    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
+    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
+    vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32
+    products_ptr,  # [num_tokens, HEADS, 2, BLOCK + NEW] float32
+    steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32
+    v_ptr,  # [num_tokens, HEADS, SHARED * VALUE_DIM], tokens token_stride and heads QKV_HEAD apart
+    taps_ptr,  # [HEADS, TAPS, 2 * KEY_DIM + SHARED * VALUE_DIM] float32
+    seq_lens_ptr,  # [num_seqs] int64
+    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
+    query_len,
+    num_slots,  # of a sequence
+    table_stride,
+    token_stride,
+    QKV_HEAD: tl.constexpr,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DECAY_DIM: tl.constexpr,  # 1
+    TAPS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,  # of a block, and at least half as many as BLOCK_K
+    STATE_PART: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NEW: tl.constexpr,  # rows of a round at most
+    EARLY: tl.constexpr,  # pages are read before the kernel before ends
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs)."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
+    NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
+    head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
+    first_token, pages_ptr = seq * query_len, table_ptr + seq * table_stride
+    start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - query_len, 0)
+    stop = tl.minimum(start + query_len, num_slots)
+    row, token, columns = tl.arange(0, ROWS), tl.arange(0, NEW), part * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_column, edge = columns < VALUE_DIM, start // BLOCK * BLOCK
+    channels = 2 * KEY_DIM + shared * VALUE_DIM + columns
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if not EARLY:
+            gdc_wait()
+    before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
+    low, high = state_columns(states_ptr + before * STATE_PART, edge > 0, shared, columns, is_column, KEY_DIM,
+                              VALUE_DIM, ROWS)  # fmt: skip
+    place = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE)
+    at, is_old = updates_ptr + (place + row) * UPDATE_WIDTH, row < start - edge
+    updates = tl.load(at[:, None] + (shared * VALUE_DIM + columns)[None, :], mask=is_old[:, None] & is_column[None, :],
+                      other=0.0)  # fmt: skip
+    decay = tl.load(at + (SHARED * VALUE_DIM + KEY_DIM) + shared, mask=is_old, other=0.0)
+    values = old_part(start - edge + token, token < stop - start, channels, is_column, rows_ptr + place * WIDTH,
+                      rows_ptr + (before + BLOCK) * WIDTH, taps_ptr + head * CHANNELS * TAPS, edge, start - edge,
+                      CHANNELS, WIDTH, TAPS)  # fmt: skip
+    if DEPENDENT and EARLY:
+        gdc_wait()
+    v_ptr += first_token * token_stride + head * QKV_HEAD - 2 * KEY_DIM
+    values = new_part(values, token, token < stop - start, channels, is_column, v_ptr,
+                      taps_ptr + head * CHANNELS * TAPS, token_stride, CHANNELS, TAPS)  # fmt: skip
+    store_rows(start + token, token < stop - start, channels, is_column, 0, v_ptr, rows_ptr, pages_ptr, start,
+               token_stride, head, HEADS, PAGE_SIZE, WIDTH)  # fmt: skip
+    _drafts_of_block(out_ptr, vectors_ptr, products_ptr, steps_ptr, updates_ptr + place * UPDATE_WIDTH, low, high,
+                     updates, decay, values, first_token, 0, tl.minimum(stop, edge + BLOCK) - start, start - edge,
+                     value_head, columns, is_column, HEADS, SHARED, KEY_DIM, VALUE_DIM, UPDATE_WIDTH, BLOCK, ROWS,
+                     NEW)  # fmt: skip
+    if stop >= edge + BLOCK:
+        edge += BLOCK
+        after = places(edge, edge < stop, pages_ptr, head, HEADS, PAGE_SIZE)
+        tl.debug_barrier()  # updates are stored
+        advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > BLOCK, shared, columns, is_column,
+                SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
+        tl.debug_barrier()
+        low, high = state_columns(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM,
+                                  ROWS)  # fmt: skip
+        _drafts_of_block(out_ptr, vectors_ptr, products_ptr, steps_ptr, updates_ptr + after * UPDATE_WIDTH, low, high,
+                         tl.zeros_like(low), tl.zeros([ROWS], tl.float32), values, first_token, edge - start,
+                         stop - start, start - edge, value_head, columns, is_column, HEADS, SHARED, KEY_DIM, VALUE_DIM,
+                         UPDATE_WIDTH, BLOCK, ROWS, NEW)  # fmt: skip
+    is_lost = (token >= stop - start) & (token < query_len)  # without a slot
+    lost_ptr = out_ptr + ((first_token + token) * (HEADS * SHARED) + value_head)[:, None] * VALUE_DIM + columns[None, :]
+    tl.store(lost_ptr, tl.zeros([NEW, BLOCK_V], out_ptr.dtype.element_ty), mask=is_lost[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _drafts_of_block(
+    out_ptr, vectors_ptr, products_ptr, steps_ptr, updates_ptr, low, high, updates, decay, values, first_token, begin,
+    end, here, value_head, columns, is_column, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr,
+):  # fmt: skip
+    """Store updates and outputs of the new rows from `begin` to `end`, which lie in one block, the first new row at
+    `here` in it. `low` and `high`: the state before the block; `updates` [ROWS, BLOCK_V] and `decay` [ROWS] are those
+    of the old rows in it, and `values` [NEW, BLOCK_V] those of all new rows."""
+    head, shared, row, token = value_head // SHARED, value_head % SHARED, tl.arange(0, ROWS), tl.arange(0, NEW)
+    is_own = (token >= begin) & (token < end)
+    of_value_head = (first_token + token) * (HEADS * SHARED) + value_head
+    beta = tl.load(steps_ptr + of_value_head * 2, mask=is_own, other=0.0)
+    passed = tl.load(steps_ptr + of_value_head * 2 + 1, mask=is_own, other=0.0)
+    vectors_ptr += (((first_token + token) * HEADS + head) * (2 * KEY_DIM))[:, None]
+    products_ptr += (((first_token + token) * HEADS + head) * (2 * (BLOCK + NEW)))[:, None]
+    is_seen = is_own[:, None] & (row < here)[None, :]
+    seen = tl.exp(tl.where(is_seen, passed[:, None] - decay[None, :], float("-inf")))
+    known = _from_before(vectors_ptr, products_ptr, low, high, updates, seen, passed, is_own, KEY_DIM, BLOCK, ROWS)
+    output = _from_before(vectors_ptr + KEY_DIM, products_ptr + (BLOCK + NEW), low, high, updates, seen, passed, is_own,
+                          KEY_DIM, BLOCK, ROWS)  # fmt: skip
+    rest = beta[:, None] * (values - known)
+    products_ptr += BLOCK
+    for number in range(begin, end):
+        is_number = (token == number)[:, None]
+        update = tl.sum(tl.where(is_number, rest, 0.0), 0)[None, :]
+        since = passed - tl.sum(tl.where(token == number, passed, 0.0), 0)
+        since = tl.exp(tl.where(is_own & (token >= number), since, float("-inf")))[:, None]
+        of_k = tl.load(products_ptr + number, mask=is_own[:, None], other=0.0) * since
+        of_q = tl.load(products_ptr + (BLOCK + NEW) + number, mask=is_own[:, None], other=0.0) * since
+        output += of_q * update
+        rest -= tl.where((token > number)[:, None], beta[:, None] * of_k, 0.0) * update
+    is_in = is_own[:, None] & is_column[None, :]
+    tl.store(out_ptr + of_value_head[:, None] * VALUE_DIM + columns[None, :], output.to(out_ptr.dtype.element_ty),
+             mask=is_in)  # fmt: skip
+    at = updates_ptr + (here + token)[:, None] * UPDATE_WIDTH + shared * VALUE_DIM + columns[None, :]
+    tl.store(at, rest, mask=is_in)
+
+
+@triton.jit
+def _from_before(
+    vectors_ptr, products_ptr, low, high, updates, seen, passed, is_own, KEY_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return products of new keys or queries with the state and with what old rows added to it, [NEW, BLOCK_V]."""
+    row, is_row = tl.arange(0, ROWS)[None, :], is_own[:, None]
+    faded = tl.exp(passed)[:, None]
+    x = tl.load(vectors_ptr + row, mask=is_row & (row < KEY_DIM), other=0.0) * faded
+    found = tl.dot(x, low, input_precision="tf32x3")
+    if KEY_DIM > ROWS:
+        x = tl.load(vectors_ptr + ROWS + row, mask=is_row & (row + ROWS < KEY_DIM), other=0.0) * faded
+        found = tl.dot(x, high, found, input_precision="tf32x3")
+    of_old = tl.load(products_ptr + row, mask=is_row & (row < BLOCK), other=0.0) * seen
+    return tl.dot(of_old, updates, found, input_precision="tf32x3")
