@@ -367,17 +367,13 @@ def _delta() -> None:
         print(f"round{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         if decay_dim == 1:
             num_warps, registers = triton_delta_drafts.TILE_OF_KEYS
-            constants = {**both, **of_inputs, "BLOCK_S": shared, "NEW": 16}
+            constants = {**both, **of_inputs, "BLOCK_S": shared, "NEW": 16, "CHUNK": 32}
             kernel, launch = triton_delta_drafts._draft_keys_kernel, {"num_stages": 1, "maxnreg": registers}
             print("draft keys", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
             block_v, num_warps, registers = triton_delta_drafts.TILE_OF_STATE
-            constants = {
-                **both,
-                "BLOCK_V": block_v,
-                "STATE_PART": 256 * shared,
-                "token_stride": token_stride,
-                "NEW": 16,
-            }
+            constants = {**both, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "NEW": 16, "CHUNK": 32}
+            constants |= {"token_stride": token_stride}
+            del constants["ROWS"]
             kernel, launch = triton_delta_drafts._draft_columns_kernel, {"num_stages": 1, "maxnreg": registers}
             print("draft columns", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         of_blocks = {**sizes, "ROWS": 64}
