@@ -3,11 +3,12 @@
 Two kernels share the work. The first one computes what all columns of a state need: queries, keys and decays of new
 rows, and their products with all keys since the edge. A program of the second one computes some columns of the values,
 outputs, updates and states of one value head. Columns do not depend on each other, so no program waits for another.
-The second kernel starts to load states while the first one still runs.
+The second kernel starts to load states while the first one still runs. Several rows of a sequence have kernels of their
+own if states decay by value head (triton_delta_drafts.py).
 
 Both kernels take the new rows one after another, and read of earlier rows what earlier rounds stored. One warp
 convolves a row, and one multiplies it with the earlier keys, in the same order in every round. So the bits of a row
-depend neither on the number of rows in a round nor on the other sequences.
+do not depend on the other sequences.
 """
 
 # ruff: noqa: N803, N806
@@ -27,6 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import gpu
 from .delta_rule import DeltaWeights
 from .paged_delta import MAX_ROUND_LEN, DeltaInputs, DeltaPlan, DeltaPools
+from .triton_delta_columns import advance, one_row, state_columns, value_columns
+from .triton_delta_drafts import draft_round
 from .triton_delta_rows import (
     TILE,
     block_rows,
@@ -39,9 +42,9 @@ from .triton_delta_rows import (
     unit,
 )
 
-TILE_OF_KEYS = 8, 128  # warps of a program of the first kernel, and registers of a thread
-TILE_OF_STATE = 32, 4, 96  # columns and warps of a program of the second kernel, and registers of a thread
-MOST_STEPS = 2  # sequences whose rounds of one row are one kernel
+TILE_OF_KEYS = 4, 128  # warps of a program of the first kernel, and registers of a thread
+TILE_OF_STATE = 32, 2, 200  # columns and warps of a program of the second kernel, and registers of a thread
+FEWEST_DRAFTS = 2  # rows of a sequence that are multiplied as matrices
 
 
 class _New(NamedTuple):
@@ -98,13 +101,8 @@ def delta_round(
     }
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
     strides = {"B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
-    if query_len == 1 and num_seqs <= MOST_STEPS and weights.dt_bias.shape[2] == 1 and sizes["BLOCK_K"] == 2 * rows:
-        _step_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
-            out, *pools, *inputs[:3], *inputs[4:], *weights[:3], *places[:2], *places[3:], *inputs.strides,
-            **strides, **sizes, STATE_PART=pools.states.shape[4], BLOCK_V=block_v, GROUP=warps_of_state,
-            num_warps=warps_of_state,
-        )  # fmt: skip
-        return out
+    if query_len >= FEWEST_DRAFTS and weights.dt_bias.shape[2] == 1:
+        return draft_round(out, inputs, weights, pools, plan, sizes)
     num_warps, registers = TILE_OF_KEYS
     _rows_kernel[num_heads, num_seqs](
         *new, *pools[:2], *inputs[:2], *inputs[4:], *weights[:3], *places, *inputs.strides, **strides, **sizes,
@@ -335,7 +333,8 @@ def _round_kernel(
         if not EARLY:
             gdc_wait()
     before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
-    low, high = _state(states_ptr + before * STATE_PART, edge > 0, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
+    low, high = state_columns(states_ptr + before * STATE_PART, edge > 0, shared, columns, is_column, KEY_DIM,
+                              VALUE_DIM, ROWS)  # fmt: skip
     place = places(edge, start < stop, pages_ptr, head, HEADS, PAGE_SIZE)
     at = updates_ptr + (place + row) * UPDATE_WIDTH
     is_old = row < start - edge
@@ -344,8 +343,8 @@ def _round_kernel(
     decay = tl.zeros([ROWS], tl.float32)
     if DECAY_DIM == 1:
         decay = tl.load(at + (SHARED * VALUE_DIM + KEY_DIM) + shared, mask=is_old, other=0.0)
-    values, taps = _values(rows_ptr, taps_ptr, before, place, start - edge, edge > 0, head, shared, columns, is_column,
-                           SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
+    values, taps = value_columns(rows_ptr, taps_ptr, before, place, start - edge, edge > 0, head, shared, columns,
+                                 is_column, SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
     if DEPENDENT and EARLY:
         gdc_wait()
     v_ptr += head * QKV_HEAD
@@ -368,163 +367,6 @@ def _round_kernel(
     tl.store(lost_ptr, nothing, mask=is_lost[:, None] & is_column[None, :])
 
 
-@triton.jit(do_not_specialize=("num_slots", "table_stride"))
-def _step_kernel(
-    out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
-    rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 2)], written
-    updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
-    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
-    q_ptr,  # [num_tokens, HEADS, KEY_DIM], tokens token_stride and heads QKV_HEAD apart
-    k_ptr,  # likewise
-    v_ptr,  # [num_tokens, HEADS, SHARED * VALUE_DIM], likewise
-    b_ptr,  # [num_tokens, HEADS, SHARED], tokens b_stride and heads B_HEAD apart
-    a_ptr,  # [num_tokens, HEADS, SHARED], tokens a_stride and heads A_HEAD apart
-    taps_ptr,  # [HEADS, TAPS, 2 * KEY_DIM + SHARED * VALUE_DIM] float32
-    a_log_ptr,  # [HEADS, SHARED] float32
-    dt_bias_ptr,  # [HEADS, SHARED] float32
-    seq_lens_ptr,  # [num_seqs] int64
-    table_ptr,  # [num_seqs, max_pages] int64, rows table_stride apart
-    num_slots,  # of a sequence
-    table_stride,
-    token_stride,
-    b_stride,
-    a_stride,
-    QKV_HEAD: tl.constexpr,
-    B_HEAD: tl.constexpr,
-    A_HEAD: tl.constexpr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    DECAY_DIM: tl.constexpr,  # 1
-    TAPS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    UPDATE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,  # of a block, and half as many as BLOCK_K
-    STATE_PART: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    GROUP: tl.constexpr,  # as many as warps, so that a warp convolves the row
-    EARLY: tl.constexpr,  # pages are read before the kernel before ends
-    DEPENDENT: tl.constexpr,
-):
-    """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs). Programs of a key head compute and store the same
-    key, each for itself."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    WIDTH: tl.constexpr = CHANNELS + 2 * SHARED
-    NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
-    head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
-    pages_ptr = table_ptr + seq * table_stride
-    start = tl.maximum(tl.load(seq_lens_ptr + seq).to(tl.int32) - 1, 0)
-    columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    row, group, dims = tl.arange(0, ROWS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
-    is_column, is_dim, is_new, edge = columns < VALUE_DIM, dims < KEY_DIM, group < 1, start // BLOCK * BLOCK
-    has_slot, here, is_old = start < num_slots, start - edge, row < start - edge
-    if DEPENDENT:
-        gdc_launch_dependents()
-        if not EARLY:
-            gdc_wait()
-    before = places(edge - BLOCK, edge > 0, pages_ptr, head, HEADS, PAGE_SIZE)
-    place = places(edge, has_slot, pages_ptr, head, HEADS, PAGE_SIZE)
-    low, high = _state(states_ptr + before * STATE_PART, edge > 0, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
-    at = updates_ptr + (place + row) * UPDATE_WIDTH
-    updates = tl.load(at[:, None] + (shared * VALUE_DIM + columns)[None, :], mask=is_old[:, None] & is_column[None, :],
-                      other=0.0)  # fmt: skip
-    keys = tl.load(
-        at[:, None] + (SHARED * VALUE_DIM + dims)[None, :], mask=is_old[:, None] & is_dim[None, :], other=0.0
-    )
-    decays_ptr = updates_ptr + place * UPDATE_WIDTH + (SHARED * VALUE_DIM + KEY_DIM) + shared
-    decay = tl.load(decays_ptr + row * UPDATE_WIDTH, mask=is_old, other=0.0)
-    passed = tl.load(decays_ptr + (here - 1) * UPDATE_WIDTH, mask=here > 0, other=0.0)
-    a_log, dt_bias = tl.load(a_log_ptr + value_head), tl.load(dt_bias_ptr + value_head)
-    values, taps = _values(rows_ptr, taps_ptr, before, place, here, edge > 0, head, shared, columns, is_column,
-                           SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
-    taps_ptr += head * CHANNELS * TAPS
-    block_ptr, before_ptr = rows_ptr + place * WIDTH, rows_ptr + (before + BLOCK) * WIDTH
-    k = old_part(here + group, is_new, KEY_DIM + dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, here, CHANNELS,
-                 WIDTH, TAPS)  # fmt: skip
-    q = old_part(here + group, is_new, dims, is_dim, block_ptr, before_ptr, taps_ptr, edge, here, CHANNELS, WIDTH, TAPS)
-    if DEPENDENT and EARLY:
-        gdc_wait()
-    q_ptr += seq * token_stride + head * QKV_HEAD
-    k_ptr += seq * token_stride + head * QKV_HEAD - KEY_DIM  # channels of keys stand behind those of queries
-    a_ptr += seq * a_stride + head * A_HEAD + shared
-    b_ptr += seq * b_stride + head * B_HEAD + shared
-    new = tl.load(
-        v_ptr + seq * token_stride + head * QKV_HEAD + shared * VALUE_DIM + columns, mask=is_column, other=0.0
-    )
-    a, b = tl.load(a_ptr), tl.load(b_ptr)
-    k = unit(new_part(k, group, is_new, KEY_DIM + dims, is_dim, k_ptr, taps_ptr, token_stride, CHANNELS, TAPS))
-    q = unit(new_part(q, group, is_new, dims, is_dim, q_ptr, taps_ptr, token_stride, CHANNELS, TAPS)) * KEY_DIM**-0.5
-    passed = passed + decays(a.to(tl.float32), True, a_log, dt_bias)
-    k, q = tl.sum(tl.where(is_new[:, None], k, 0.0), 0), tl.sum(tl.where(is_new[:, None], q, 0.0), 0)
-    keys = tl.where((row == here)[:, None], k[None, :], keys)
-    of_k, of_q = tl.sum(keys * k[None, :], 1), tl.sum(keys * q[None, :], 1)
-    of_own = tl.sum(tl.where(row == here, of_q, 0.0), 0)
-    low_k, high_k = tl.split(tl.trans(tl.reshape(k, [2, ROWS])))
-    low_q, high_q = tl.split(tl.trans(tl.reshape(q, [2, ROWS])))
-    own = (new, tl.sigmoid(b.to(tl.float32)), passed, of_own, low_k, low_q, high_k, high_q,
-           tl.where(is_old, of_k, 0.0), tl.where(is_old, of_q, 0.0))  # fmt: skip
-    row_ptr, update_ptr = block_ptr + here * WIDTH, updates_ptr + (place + here) * UPDATE_WIDTH
-    at = seq * (HEADS * SHARED * VALUE_DIM) + value_head * VALUE_DIM + columns
-    if has_slot:
-        _one_row(out_ptr + at, row_ptr + (2 * KEY_DIM + shared * VALUE_DIM) + columns,
-                 update_ptr + shared * VALUE_DIM + columns, low, high, updates, decay, values, taps, own, here,
-                 is_column, KEY_DIM, TAPS, ROWS)  # fmt: skip
-        tl.store(update_ptr + SHARED * VALUE_DIM + dims, k, mask=is_dim)
-        tl.store(update_ptr + (SHARED * VALUE_DIM + KEY_DIM) + shared, passed)
-        tl.store(row_ptr + dims, tl.load(q_ptr + dims, mask=is_dim), mask=is_dim)
-        tl.store(row_ptr + KEY_DIM + dims, tl.load(k_ptr + KEY_DIM + dims, mask=is_dim), mask=is_dim)
-        tl.store(row_ptr + CHANNELS + shared, b)
-        tl.store(row_ptr + CHANNELS + SHARED + shared, a)
-    else:
-        tl.store(out_ptr + at, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=is_column)
-    if has_slot & (here == BLOCK - 1):
-        tl.debug_barrier()  # keys, decays and updates are stored
-        _advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > 0, shared, columns, is_column,
-                 SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
-
-
-@triton.jit
-def _state(
-    state_ptr, has_state, shared, columns, is_column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return some columns of a state in two pieces [ROWS, BLOCK_V], so that their rows are spread over threads as those
-    of updates are. The second one is the first one if a key has no more than ROWS numbers."""
-    dims = tl.arange(0, ROWS)
-    state_ptr += (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
-    is_in = is_column[None, :] & has_state
-    low = tl.load(state_ptr, mask=(dims < KEY_DIM)[:, None] & is_in, other=0.0)
-    high = low
-    if KEY_DIM > ROWS:
-        high = tl.load(state_ptr + ROWS * VALUE_DIM, mask=(dims + ROWS < KEY_DIM)[:, None] & is_in, other=0.0)
-    return low, high
-
-
-@triton.jit
-def _values(
-    rows_ptr, taps_ptr, before, place, here, has_before, head, shared, columns, is_column, SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return what the convolution of values at row `here` of a block reads: the TAPS - 1 rows before, and TAPS weights,
-    each some columns [BLOCK_V] float32."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    channels = 2 * KEY_DIM + shared * VALUE_DIM + columns
-    values, taps = (), ()
-    for tap in tl.static_range(TAPS - 1):
-        at = here - (TAPS - 1) + tap
-        old = tl.where(at >= 0, place, before + BLOCK) + at
-        x = tl.load(rows_ptr + old * (CHANNELS + SHARED * (1 + DECAY_DIM)) + channels,
-                    mask=is_column & ((at >= 0) | has_before), other=0.0)  # fmt: skip
-        values += (x.to(tl.float32),)
-    for tap in tl.static_range(TAPS):
-        taps += (tl.load(taps_ptr + (head * TAPS + tap) * CHANNELS + channels, mask=is_column, other=0.0),)
-    return values, taps
-
-
 @triton.jit
 def _rows_of_block(
     out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high, updates, decay, values,
@@ -533,9 +375,9 @@ def _rows_of_block(
     UPDATE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Store values, updates and outputs of new rows of one block, which follow the old rows that have `updates` [ROWS,
-    BLOCK_V] and `decay` [ROWS]. `low` and `high`: the state before the block, as `_state` returns it. `values` and
-    `taps`: as `_values` returns them for the first new row. What a row needs is loaded while the row before is
-    computed."""
+    BLOCK_V] and `decay` [ROWS]. `low` and `high`: the state before the block, as `state_columns` returns it. `values`
+    and `taps`: as `value_columns` returns them for the first new row. What a row needs is loaded while the row before
+    is computed."""
     WIDTH: tl.constexpr = 2 * KEY_DIM + SHARED * (VALUE_DIM + 1 + DECAY_DIM)
     vectors_ptr += (first_token * HEADS + value_head // SHARED) * (2 * KEY_DIM)
     products_ptr += (first_token * HEADS + value_head // SHARED) * (2 * BLOCK)
@@ -548,7 +390,7 @@ def _rows_of_block(
     num_new, here = stop - start, start - edge
     own = _row(vectors_ptr, products_ptr, v_ptr, steps_ptr, here, num_new > 0, is_column, KEY_DIM, BLOCK, ROWS)
     if SINGLE:
-        _one_row(out_ptr, rows_ptr + (place + here) * WIDTH, updates_ptr + (place + here) * UPDATE_WIDTH, low, high,
+        one_row(out_ptr, rows_ptr + (place + here) * WIDTH, updates_ptr + (place + here) * UPDATE_WIDTH, low, high,
                  updates, decay, values, taps, own, here, is_column & (num_new > 0), KEY_DIM, TAPS, ROWS)  # fmt: skip
     else:
         for number in range(num_new):
@@ -556,44 +398,12 @@ def _rows_of_block(
             own = _row(vectors_ptr + after * (2 * HEADS * KEY_DIM), products_ptr + after * (2 * HEADS * BLOCK),
                        v_ptr + after * token_stride, steps_ptr + after * (2 * HEADS * SHARED), here + 1,
                        after < num_new, is_column, KEY_DIM, BLOCK, ROWS)  # fmt: skip
-            updates, decay, values = _one_row(
+            updates, decay, values = one_row(
                 out_ptr + number * (HEADS * SHARED * VALUE_DIM), rows_ptr + (place + here) * WIDTH,
                 updates_ptr + (place + here) * UPDATE_WIDTH, low, high, updates, decay, values, taps, row, here,
                 is_column, KEY_DIM, TAPS, ROWS,
             )  # fmt: skip
             here += 1
-
-
-@triton.jit
-def _one_row(
-    out_ptr, row_ptr, update_ptr, low, high, updates, decay, values, taps, own, here, is_column, KEY_DIM: tl.constexpr,
-    TAPS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Store the values, the update and the output of a row, whose pointers are its own. `own`: as `_row` returns it.
-    Return `updates`, `decay` and `values` with this row."""
-    row = tl.arange(0, ROWS)
-    new, beta, passed, of_own, k, q, further_k, further_q, of_k, of_q = own
-    faded = tl.exp(passed)
-    from_k, from_q = low * (k * faded)[:, None], low * (q * faded)[:, None]
-    if KEY_DIM > ROWS:
-        from_k += high * (further_k * faded)[:, None]
-        from_q += high * (further_q * faded)[:, None]
-    between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
-    from_k += updates * (of_k * between)[:, None]
-    from_q += updates * (of_q * between)[:, None]
-    tl.store(row_ptr, new, mask=is_column)
-    window = values + (new.to(tl.float32),)  # noqa: RUF005
-    values, mixed = (), tl.zeros(new.shape, tl.float32)
-    for tap in tl.static_range(TAPS):
-        mixed += window[tap] * taps[tap]
-        if tap > 0:
-            values += (window[tap],)
-    known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
-    update = beta * (mixed * tl.sigmoid(mixed) - known)
-    tl.store(out_ptr, (output + of_own * update).to(out_ptr.dtype.element_ty), mask=is_column)
-    tl.store(update_ptr, update, mask=is_column)
-    updates = tl.where((row == here)[:, None], update[None, :], updates)
-    return updates, tl.where(row == here, passed, decay), values
 
 
 @triton.jit
@@ -636,52 +446,15 @@ def _next_block(
     head, shared, columns = value_head // SHARED, value_head % SHARED, part * BLOCK_V + tl.arange(0, BLOCK_V)
     is_column = columns < VALUE_DIM
     tl.debug_barrier()  # rows and updates are stored
-    _advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > BLOCK, shared, columns, is_column,
+    advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > BLOCK, shared, columns, is_column,
              SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, UPDATE_WIDTH, BLOCK, STATE_PART, BLOCK_K)  # fmt: skip
     if not SINGLE:
         tl.debug_barrier()
-        low, high = _state(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM, ROWS)
-        values, taps = _values(rows_ptr, taps_ptr, place, after, 0, True, head, shared, columns, is_column, SHARED,
-                               KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
+        low, high = state_columns(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM,
+                                  ROWS)  # fmt: skip
+        values, taps = value_columns(rows_ptr, taps_ptr, place, after, 0, True, head, shared, columns, is_column,
+                                     SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
         _rows_of_block(out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high,
                        tl.zeros_like(low), tl.zeros([ROWS], tl.float32), values, taps, first_token, edge,
                        tl.minimum(stop, edge + BLOCK), edge, after, value_head, columns, is_column, token_stride, HEADS,
                        SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, UPDATE_WIDTH, BLOCK, ROWS, False)  # fmt: skip
-
-
-@triton.jit
-def _advance(
-    states_ptr, updates_ptr, before, place, has_state, shared, columns, is_column, SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, STATE_PART: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Store some columns of the state behind the block at `place`: the decayed state `before`, and the decayed products
-    of keys and updates, whose first row `updates_ptr` points to. All is read again, few rows at a time."""
-    TILE: tl.constexpr = 16
-    row, dims = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
-    is_dim = dims < KEY_DIM
-    is_state = is_dim[:, None] & is_column[None, :]
-    numbers = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
-    state = tl.load(states_ptr + before * STATE_PART + numbers, mask=is_state & has_state, other=0.0)
-    keys_ptr = updates_ptr + SHARED * VALUE_DIM + dims
-    decays_ptr = updates_ptr + SHARED * VALUE_DIM + KEY_DIM
-    if DECAY_DIM == 1:
-        whole = tl.load(decays_ptr + (BLOCK - 1) * UPDATE_WIDTH + shared)
-        state *= tl.exp(whole)
-    else:
-        whole = tl.load(decays_ptr + (BLOCK - 1) * UPDATE_WIDTH + dims, mask=is_dim, other=0.0)
-        state *= tl.exp(whole)[:, None]
-    for first in range(0, BLOCK, TILE):
-        own, is_row = (first + row) * UPDATE_WIDTH, first + row < BLOCK
-        is_key = is_dim[:, None] & is_row[None, :]
-        keys = tl.load(keys_ptr[:, None] + own[None, :], mask=is_key, other=0.0)
-        if DECAY_DIM == 1:
-            decay = tl.load(decays_ptr + own + shared, mask=is_row, other=0.0)
-            keys *= tl.exp(tl.where(is_row, whole - decay, 0.0))[None, :]
-        else:
-            decay = tl.load(decays_ptr + dims[:, None] + own[None, :], mask=is_key, other=0.0)
-            keys *= tl.exp(tl.where(is_key, whole[:, None] - decay, 0.0))
-        at = updates_ptr + own[:, None] + (shared * VALUE_DIM + columns)[None, :]
-        update = tl.load(at, mask=is_row[:, None] & is_column[None, :], other=0.0)
-        state = tl.dot(keys, update, state, input_precision="tf32x3")
-    tl.store(states_ptr + place * STATE_PART + numbers, state, mask=is_state)

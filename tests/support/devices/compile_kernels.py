@@ -337,7 +337,13 @@ def _fp8_pages() -> None:
 
 
 def _delta() -> None:
-    from baton.kernels.state import triton_delta_gate, triton_delta_pairs, triton_delta_prompt, triton_delta_round
+    from baton.kernels.state import (
+        triton_delta_drafts,
+        triton_delta_gate,
+        triton_delta_pairs,
+        triton_delta_prompt,
+        triton_delta_round,
+    )
 
     kinds = dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias", "vectors", "products", "steps"), "*fp32")
     types = _TYPES | kinds | {"decays": "*fp32", "rows": "*bf16"}
@@ -360,9 +366,16 @@ def _delta() -> None:
         kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": registers}
         print(f"round{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         if decay_dim == 1:
-            constants = {**both, **of_inputs, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "GROUP": num_warps}
-            kernel, launch = triton_delta_round._step_kernel, {"num_stages": 1}
-            print("step", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
+            num_warps, registers = triton_delta_drafts.TILE_OF_KEYS
+            constants = {**both, **of_inputs, "BLOCK_S": shared, "NEW": 16, "CHUNK": 32}
+            kernel, launch = triton_delta_drafts._draft_keys_kernel, {"num_stages": 1, "maxnreg": registers}
+            print("draft keys", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
+            block_v, num_warps, registers = triton_delta_drafts.TILE_OF_STATE
+            constants = {**both, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "NEW": 16, "CHUNK": 32}
+            constants |= {"token_stride": token_stride}
+            del constants["ROWS"]
+            kernel, launch = triton_delta_drafts._draft_columns_kernel, {"num_stages": 1, "maxnreg": registers}
+            print("draft columns", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         of_blocks = {**sizes, "ROWS": 64}
         for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
             own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)

@@ -1,0 +1,119 @@
+"""Parts of the kernels of rounds of the gated delta rule: some columns of a state, of the values of a row, and of what
+the row adds to the state.
+"""
+
+# ruff: noqa: N803, N806
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def state_columns(
+    state_ptr, has_state, shared, columns, is_column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return some columns of a state in two pieces [ROWS, BLOCK_V], so that their rows are spread over threads as those
+    of updates are. The second one is the first one if a key has no more than ROWS numbers."""
+    dims = tl.arange(0, ROWS)
+    state_ptr += (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
+    is_in = is_column[None, :] & has_state
+    low = tl.load(state_ptr, mask=(dims < KEY_DIM)[:, None] & is_in, other=0.0)
+    high = low
+    if KEY_DIM > ROWS:
+        high = tl.load(state_ptr + ROWS * VALUE_DIM, mask=(dims + ROWS < KEY_DIM)[:, None] & is_in, other=0.0)
+    return low, high
+
+
+@triton.jit
+def value_columns(
+    rows_ptr, taps_ptr, before, place, here, has_before, head, shared, columns, is_column, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return what the convolution of values at row `here` of a block reads: the TAPS - 1 rows before, and TAPS weights,
+    each some columns [BLOCK_V] float32."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    channels = 2 * KEY_DIM + shared * VALUE_DIM + columns
+    values, taps = (), ()
+    for tap in tl.static_range(TAPS - 1):
+        at = here - (TAPS - 1) + tap
+        old = tl.where(at >= 0, place, before + BLOCK) + at
+        x = tl.load(rows_ptr + old * (CHANNELS + SHARED * (1 + DECAY_DIM)) + channels,
+                    mask=is_column & ((at >= 0) | has_before), other=0.0)  # fmt: skip
+        values += (x.to(tl.float32),)
+    for tap in tl.static_range(TAPS):
+        taps += (tl.load(taps_ptr + (head * TAPS + tap) * CHANNELS + channels, mask=is_column, other=0.0),)
+    return values, taps
+
+
+@triton.jit
+def one_row(
+    out_ptr, row_ptr, update_ptr, low, high, updates, decay, values, taps, own, here, is_column, KEY_DIM: tl.constexpr,
+    TAPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store the values, the update and the output of a row, whose pointers are its own. `own`: as `_row` returns it.
+    Return `updates`, `decay` and `values` with this row."""
+    row = tl.arange(0, ROWS)
+    new, beta, passed, of_own, k, q, further_k, further_q, of_k, of_q = own
+    faded = tl.exp(passed)
+    from_k, from_q = low * (k * faded)[:, None], low * (q * faded)[:, None]
+    if KEY_DIM > ROWS:
+        from_k += high * (further_k * faded)[:, None]
+        from_q += high * (further_q * faded)[:, None]
+    between = tl.exp(tl.where(row < here, passed - decay, float("-inf")))
+    from_k += updates * (of_k * between)[:, None]
+    from_q += updates * (of_q * between)[:, None]
+    tl.store(row_ptr, new, mask=is_column)
+    window = values + (new.to(tl.float32),)  # noqa: RUF005
+    values, mixed = (), tl.zeros(new.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        mixed += window[tap] * taps[tap]
+        if tap > 0:
+            values += (window[tap],)
+    known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
+    update = beta * (mixed * tl.sigmoid(mixed) - known)
+    tl.store(out_ptr, (output + of_own * update).to(out_ptr.dtype.element_ty), mask=is_column)
+    tl.store(update_ptr, update, mask=is_column)
+    updates = tl.where((row == here)[:, None], update[None, :], updates)
+    return updates, tl.where(row == here, passed, decay), values
+
+
+@triton.jit
+def advance(
+    states_ptr, updates_ptr, before, place, has_state, shared, columns, is_column, SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, STATE_PART: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Store some columns of the state behind the block at `place`: the decayed state `before`, and the decayed products
+    of keys and updates, whose first row `updates_ptr` points to. All is read again, few rows at a time."""
+    TILE: tl.constexpr = 16
+    row, dims = tl.arange(0, TILE), tl.arange(0, BLOCK_K)
+    is_dim = dims < KEY_DIM
+    is_state = is_dim[:, None] & is_column[None, :]
+    numbers = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
+    state = tl.load(states_ptr + before * STATE_PART + numbers, mask=is_state & has_state, other=0.0)
+    keys_ptr = updates_ptr + SHARED * VALUE_DIM + dims
+    decays_ptr = updates_ptr + SHARED * VALUE_DIM + KEY_DIM
+    if DECAY_DIM == 1:
+        whole = tl.load(decays_ptr + (BLOCK - 1) * UPDATE_WIDTH + shared)
+        state *= tl.exp(whole)
+    else:
+        whole = tl.load(decays_ptr + (BLOCK - 1) * UPDATE_WIDTH + dims, mask=is_dim, other=0.0)
+        state *= tl.exp(whole)[:, None]
+    for first in range(0, BLOCK, TILE):
+        own, is_row = (first + row) * UPDATE_WIDTH, first + row < BLOCK
+        is_key = is_dim[:, None] & is_row[None, :]
+        keys = tl.load(keys_ptr[:, None] + own[None, :], mask=is_key, other=0.0)
+        if DECAY_DIM == 1:
+            decay = tl.load(decays_ptr + own + shared, mask=is_row, other=0.0)
+            keys *= tl.exp(tl.where(is_row, whole - decay, 0.0))[None, :]
+        else:
+            decay = tl.load(decays_ptr + dims[:, None] + own[None, :], mask=is_key, other=0.0)
+            keys *= tl.exp(tl.where(is_key, whole[:, None] - decay, 0.0))
+        at = updates_ptr + own[:, None] + (shared * VALUE_DIM + columns)[None, :]
+        update = tl.load(at, mask=is_row[:, None] & is_column[None, :], other=0.0)
+        state = tl.dot(keys, update, state, input_precision="tf32x3")
+    tl.store(states_ptr + place * STATE_PART + numbers, state, mask=is_state)
