@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.handing_on import HandingOn, KeptTexts
 from ..engine.progress import ProgressBar
 from ..engine.rounds.executor import Executor
 from ..engine.rounds.rounds import LocalChunk, Rounds
@@ -50,6 +49,7 @@ from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, Roun
 from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
+from ..metadata.handoff.handing_on import HandingOn, KeptTexts
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.transfer import Arrived, Event, LoanOver, Revoked, TransferFailed
 from ..metadata.wire.messages import (

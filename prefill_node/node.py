@@ -32,7 +32,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from ..engine.handing_on import HandingOn, KeptTexts
 from ..engine.pace.padding import measure_prompt
 from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
@@ -44,6 +43,7 @@ from ..metadata.errors import OutOfMemory, RequestError
 from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
 from ..metadata.handoff.data_links import DataLinks
+from ..metadata.handoff.handing_on import HandingOn, KeptTexts
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.wire.messages import Cancel, Cancelled, Failed, HandedOn, Keep, Prefill, PrefillDone, Resend
 from ..metadata.wire.node_info import Load, NodeStats
