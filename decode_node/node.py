@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from ..engine.handing_on import HandingOn, KeptTexts
 from ..engine.progress import ProgressBar
 from ..engine.rounds.executor import Executor
 from ..engine.rounds.rounds import LocalChunk, Rounds
@@ -49,6 +48,7 @@ from ..metadata.bus.session import RouterWork
 from ..metadata.errors import ChunkOutOfMemory, OutOfMemory, ProtocolError, RoundOutOfMemory
 from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
+from ..metadata.handoff.handing_on import HandingOn, KeptTexts
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.transfer import Arrived, Event, LoanOver, Revoked, TransferFailed
 from ..metadata.wire.membership import HandedOn, Keep

@@ -32,7 +32,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from ..engine.handing_on import HandingOn, KeptTexts
 from ..engine.pace.padding import measure_prompt
 from ..engine.progress import ProgressBar
 from ..engine.prompts.executor import BegunTails, PromptExecutor
@@ -43,6 +42,7 @@ from ..metadata.bus.session import RouterWork
 from ..metadata.errors import OutOfMemory, RequestError
 from ..metadata.handoff.borrower import Borrower, BorrowTotals
 from ..metadata.handoff.client import HandoffClient
+from ..metadata.handoff.handing_on import HandingOn, KeptTexts
 from ..metadata.handoff.server import HandoffServer
 from ..metadata.handoff.transfer import LoanOver
 from ..metadata.wire.membership import HandedOn, Keep

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...metadata.errors import OutOfPages
-from ...metadata.handoff.pages import LentPages
+from ...metadata.handoff.pages import CachedText, LentPages
 from ...metadata.wire.node_info import PoolLedger, TierLedger
 from ..tiers.disk_tier import Fetch
 from ..tiers.host_tier import HostTier
@@ -61,14 +61,6 @@ class Lease:
         assert self.node is not None, "the lease was released"
         covered = [own for own, cached in zip(block_table, self.pages, strict=False) if own != cached]
         return covered + list(block_table[len(self.pages) :])
-
-
-class CachedText(NamedTuple):
-    """Tokens whose pages are cached, and the next ones by which the last page is keyed."""
-
-    token_ids: list[int]
-    salt: str
-    num_pages: int
 
 
 class _Restorable(NamedTuple):
@@ -242,6 +234,10 @@ class PrefixCache:
                 tokens.frombytes(each.key[-num_bytes:][: 4 * self.page_size])
             tokens.frombytes(last.key[len(last.key) - 4 * self.lookahead :])
             yield CachedText(tokens.tolist(), salt, len(path))
+
+    def take_pages(self, n: int) -> list[int]:
+        """Take pages of the pool, at most `available`, for a text that another node lends."""
+        return self.allocate(n, Owner.REQUEST)
 
     def take_tails(self, n: int) -> list[int] | None:
         """Take tail pages of the pool for pages that another node lends; None: there are not so many."""

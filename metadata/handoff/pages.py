@@ -61,6 +61,14 @@ class LentPages(NamedTuple):
     tails: list[int]  # the tail pages of the last ones
 
 
+class CachedText(NamedTuple):
+    """Tokens whose pages are cached, and the next ones by which the last page is keyed."""
+
+    token_ids: list[int]
+    salt: str
+    num_pages: int
+
+
 class Gather(Protocol):
     """A copy of pages into our pools, or the computation of their checksums, that the device is working on."""
 

@@ -14,16 +14,16 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from ..metadata.bus.membership import Membership
-from ..metadata.handoff.borrower import Borrower
-from ..metadata.handoff.server import HandoffServer
-from ..metadata.wire.membership import HandedOn, HandOn, Keep
-from ..metadata.wire.request import Unit, pack_ids, unpack_ids
-from .state.pages import Owner
-from .state.prefix_cache import CachedText, Lease, PrefixCache
+from ..bus.membership import Membership
+from ..wire.membership import HandedOn, HandOn, Keep
+from ..wire.request import Unit, pack_ids, unpack_ids
+from .borrower import Borrower, CacheLease
+from .pages import CachedText
+from .server import HandoffServer
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,42 @@ MOST_AT_ONCE = 4  # texts that are borrowed
 MOST_WAITING = 512
 
 
+L = TypeVar("L", bound=CacheLease)
+
+
+class TextCache(Protocol):
+    """The prefix cache of a node that leaves (engine/state/prefix_cache.py)."""
+
+    def texts(self) -> Iterator[CachedText]:
+        """Yield the texts of unused pages, those used last first."""
+        ...
+
+
+class KeepingCache(Protocol[L]):
+    """The prefix cache of a node that keeps texts of another one (engine/state/prefix_cache.py)."""
+
+    @property
+    def available(self) -> int:
+        """Number of pages that are free or can be evicted."""
+        ...
+
+    def acquire(self, token_ids: Sequence[int], salt: str, limit_pages: int, num_tails: int) -> L:
+        """Pin the cached pages of a text."""
+        ...
+
+    def take_pages(self, n: int) -> list[int]:
+        """Take pages of the pool for a text, at most `available`."""
+        ...
+
+    def release(self, lease: L, block_table: Sequence[int] = ()) -> None:
+        """Unpin the pages of a lease, and free the others of the block table."""
+        ...
+
+
 class HandingOn:
     """Offers the cached texts of this node, which leaves, to other nodes. The text that was used last goes first."""
 
-    def __init__(self, cache: PrefixCache, membership: Membership, server: HandoffServer | None) -> None:
+    def __init__(self, cache: TextCache, membership: Membership, server: HandoffServer | None) -> None:
         self._cache, self._membership, self._server = cache, membership, server
         self._texts: Iterator[CachedText] | None = None
         self._waits_until = 0.0
@@ -85,20 +117,21 @@ class HandingOn:
         self._waits_until = now + ANSWER_S
 
 
-class _Kept(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Kept(Generic[L]):
     """A text whose pages are on the way."""
 
-    lease: Lease
+    lease: L
     pages: list[int]
 
 
-class KeptTexts:
+class KeptTexts(Generic[L]):
     """Borrows texts for the cache of this node from nodes that leave, and so keeps them."""
 
-    def __init__(self, cache: PrefixCache, borrower: Borrower[Lease]) -> None:
+    def __init__(self, cache: KeepingCache[L], borrower: Borrower[L]) -> None:
         self._cache, self._borrower = cache, borrower
         self._waiting: deque[Keep] = deque()
-        self._kept: dict[Unit, _Kept] = {}
+        self._kept: dict[Unit, _Kept[L]] = {}
         self._numbers = itertools.count()
         self._num_pages: Counter[str] = Counter()  # by epoch of the node that leaves
         self._limits: dict[str, int] = {}
@@ -134,7 +167,7 @@ class KeptTexts:
             self._cache.release(lease)
             return
         unit = Unit(f"kept-{next(self._numbers)}", 0, 0)
-        kept = _Kept(lease, [*lease.pages, *self._cache.allocate(num_new, Owner.REQUEST)])
+        kept = _Kept(lease, [*lease.pages, *self._cache.take_pages(num_new)])
         if self._borrower.begin(unit, lender, token_ids, kept.pages, lease, lender.num_pages):
             self._num_pages[epoch] += num_new
             self._kept[unit] = kept
