@@ -51,7 +51,7 @@ class NixlTransport(Transport):
 
     name: ClassVar[str] = "nixl"
     is_readable: ClassVar[bool] = True
-    is_automatic: ClassVar[bool] = False  # over TCP slower than `plain`, and UCX takes no keys
+    is_automatic: ClassVar[bool] = False  # UCX takes no keys
     since: ClassVar[int] = NixlWelcome.since
 
     def __init__(self, end: PullEnd, ring: RingAgent, welcome: NixlWelcome, clock: Callable[[], float]) -> None:

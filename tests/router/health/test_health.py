@@ -449,6 +449,31 @@ def test_pairs_of_a_large_group_are_looked_at_in_turns(world: World, monkeypatch
     assert len(world.starts("d0")) - before == 3
 
 
+def test_pairs_of_a_large_group_that_nodes_report_are_ready_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.join(*(f"{role}{number}" for role in "pd" for number in range(10)))
+    world.look(2.0)
+    monkeypatch.setattr(health, "PAIRS_PER_NODE", 1)
+    new = world.restart()
+    assert {*new.states().values()} == {"ready"} and not new.started
+
+
+def test_pairs_of_a_large_group_wait_while_many_canaries_are_under_way(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "PAIRS_PER_NODE", 1)
+    monkeypatch.setattr(health, "LARGE_RUNS", 12)
+    nodes = [f"{role}{number}" for role in "pd" for number in range(6)]
+    world.mute = {*nodes}
+    world.join(*nodes)
+    world.look(1.0)
+    assert len(world.unanswered) == 12 + 6  # the pairs of the first decode node were no large group
+    world.answer_all()
+    world.look(1.0)
+    assert {*world.states().values()} == {"ready"}
+
+
 def test_a_bad_pair_of_a_large_group_is_found_and_mended_in_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PAIRS_PER_NODE", 1)
     world.join(*(f"{role}{number}" for role in "pd" for number in range(6)))

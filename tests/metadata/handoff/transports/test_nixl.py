@@ -149,6 +149,7 @@ def test_a_stopped_peer_keeps_slots_in_quarantine_and_no_page(process: Any, monk
     client.claim(unit(), peer, 0, range(10, 30))
     spin([client], lambda _: any(link.transport and link.transport.is_waiting for link in client._links))
     os.kill(prefill.pid, signal.SIGSTOP)
+    spin([client], lambda _: client.wait_s() == nixl.LOOK_S)  # it does not spin
     (failed,) = named(spin([client], lambda events: named(events, TransferFailed)), TransferFailed)
     assert "closed" in failed.reason
     for pool in target:
