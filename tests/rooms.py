@@ -3,9 +3,9 @@
     python tests/rooms.py [PATH ...] [OPTION_OF_PYTEST ...]
 
 A process imports only its folder's files. It is forked from this one, which has imported torch, pytest and Baton, and
-so starts at once. So do most processes that tests start (support/clusters/forked.py). Tests in PROCESS_FOLDERS mostly
-wait for them. There each file has a process of its own, two of them at a time, and the folders use the processor time
-that they leave.
+has computed with a small model once. So it starts at once, as do most processes that tests start
+(support/clusters/forked.py). Tests in PROCESS_FOLDERS mostly wait for them. There each file has a process of its own,
+two of them at a time, and the folders use the processor time that they leave.
 
 A process is one line of output, with the processor time that it took; all that pytest said is printed if a test
 failed. Time of processes that outlive the tests that started them counts as well. At last, tests of time that failed

@@ -108,7 +108,7 @@ def _imports(path: Path) -> list[tuple[int, str]]:
     """Return every import as (line, absolute dotted name): type-only imports and those inside functions too."""
     package = ["baton", *path.relative_to(ROOT).parent.parts]
     found = []
-    for node in ast.walk(_tree(path)):
+    for node in _statements(_tree(path).body):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -116,6 +116,14 @@ def _imports(path: Path) -> list[tuple[int, str]]:
             module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
             found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
     return found
+
+
+def _statements(nodes: list[ast.AST]) -> Iterator[ast.AST]:
+    """Yield statements and what is inside them, but for expressions, which are most of a tree."""
+    for node in nodes:
+        yield node
+        for inside in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(node, inside, []))
 
 
 def _import_graph(files: Iterable[Path], packages: Iterable[Path] = ()) -> dict[str, set[str]]:

@@ -36,10 +36,8 @@ NUM_TOKENS = 36
 def model(
     request: pytest.FixtureRequest, checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("polynomial") / "model"
-    with polynomial.served():
-        llama = checkpoint("llama", num_hidden_layers=3)
-        yield polynomial.with_polynomials(llama, directory, has_tail_pages=request.param == "tail")
+    with polynomial.served_model(checkpoint, tmp_path_factory.mktemp("polynomial"), request.param) as directory:
+        yield directory
 
 
 @pytest.fixture(scope="module")

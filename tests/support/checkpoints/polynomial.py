@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,13 +161,16 @@ def served(_: str = "") -> Iterator[None]:
         yield
 
 
-def with_polynomials(llama: Path, directory: Path, *, has_tail_pages: bool) -> Path:
-    """Write a Llama of three layers as a model of this family."""
-    shutil.copytree(llama, directory)
+@contextmanager
+def served_model(checkpoint: Callable[..., Path], folder: Path, pages: str) -> Iterator[Path]:
+    """Serve the family, and write a Llama of three layers as a model of it in `folder`. `pages`: "tail" or "kept"."""
+    directory = folder / "model"
+    shutil.copytree(checkpoint("llama", num_hidden_layers=3), directory)
     config = json.loads((directory / "config.json").read_text())
-    config |= {"architectures": [ARCHITECTURE], "has_tail_pages": has_tail_pages}
+    config |= {"architectures": [ARCHITECTURE], "has_tail_pages": pages == "tail"}
     (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    with served():
+        yield directory
 
 
 def add_polynomials(reference: Any) -> None:

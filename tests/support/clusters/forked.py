@@ -43,7 +43,7 @@ def preload() -> None:
     # neither a bar of transformers nor a tokenizer starts a thread that forked processes would lack
     with mock.patch("tqdm.tqdm.monitor_interval", 0), mock.patch.dict(os.environ, TOKENIZERS_PARALLELISM="false"):
         _compute_once()
-    gc.collect()  # its engine had threads of llguidance
+    gc.collect()  # its engine has threads of llguidance
     gc.freeze()
 
 
@@ -64,6 +64,8 @@ def _compute_once() -> None:
         measure_costs(executor_of(engine, 1), engine.page_size, engine.page_size)
         ChatTemplate.of(engine.card)
         sinces(Hello)
+        for thread in set(threading.enumerate()) - {threading.current_thread()}:  # it digests weights, or reads a file
+            thread.join()
 
 
 def fork_server() -> None:

@@ -35,6 +35,9 @@ def quicken_interpreter() -> None:
     _check_no_overflow()
     _keep_dtypes()
     _keep_shapes()
+    _leave_alone_what_fits()
+    _call_functions_directly()
+    _convert_by_tables()
     _reduce_by_halves()
 
 
@@ -115,6 +118,68 @@ def _keep_shapes() -> None:
         self.shape, self.numel = wrapped(*kind.shape.values) if kind.is_block() else wrapped()
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+
+
+def _leave_alone_what_fits() -> None:
+    """Let the interpreter see at once that two values have the same shape, a value the wanted type, and an argument no
+    `constexpr` inside. It finds out by many comparisons, which take most of the time of small blocks."""
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    broadcast, cast, unwrap = TritonSemantic.broadcast_impl_value, TritonSemantic.cast, core._unwrap_if_constexpr
+    plain = frozenset({core.tensor, core.dtype, int, float, bool, str, type(None)})
+
+    def broadcast_impl_value(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        fits = getattr(left.type, "shape", None) is getattr(right.type, "shape", None)  # `_keep_shapes` has one of each
+        return (left, right) if fits else broadcast(self, left, right)
+
+    def cast_to(self: Any, value: Any, kind: Any, rounding: str | None = None) -> Any:
+        return value if value.type.scalar is kind.scalar else cast(self, value, kind, rounding)
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is core.constexpr else unwrap(value)
+
+    TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_impl_value, cast_to
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+
+
+def _call_functions_directly() -> None:
+    """Let functions of triton.language begin at once. In the interpreter two others come before each of them."""
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def begun_directly(member: Any) -> Any:
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return begin
+
+    interpreter._patch_attr = lambda owner, name, member, _, scope: scope.set_attr(owner, name, begun_directly(member))
+
+
+def _convert_by_tables() -> None:
+    """Let the interpreter convert each number of at most 16 bits once. It computes exponents and significands anew."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    @functools.cache
+    def table(source: Any, target: Any, rounding: Any) -> np.ndarray:
+        bits = source.primitive_bitwidth
+        return convert(np.arange(1 << bits, dtype=f"uint{bits}"), source, target, rounding)
+
+    def convert_float(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if source.primitive_bitwidth > 16:
+            return convert(values, source, target, rounding)
+        return table(source, target, rounding)[values.view(f"uint{source.primitive_bitwidth}")]
+
+    interpreter._convert_float = convert_float
 
 
 def _reduce_by_halves() -> None:
