@@ -343,6 +343,7 @@ def _delta() -> None:
         triton_delta_pairs,
         triton_delta_prompt,
         triton_delta_round,
+        triton_delta_step,
     )
 
     kinds = dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias", "vectors", "products", "steps"), "*fp32")
@@ -366,6 +367,10 @@ def _delta() -> None:
         kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": registers}
         print(f"round{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         if decay_dim == 1:
+            block_v, num_warps, registers = triton_delta_step.TILE
+            constants = {**both, **of_inputs, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "GROUPS": 8}
+            kernel, launch = triton_delta_step._step_kernel, {"num_stages": 1, "maxnreg": registers}
+            print("step", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
             num_warps, registers = triton_delta_drafts.TILE_OF_KEYS
             constants = {**both, **of_inputs, "BLOCK_S": shared, "NEW": 16, "CHUNK": 32}
             kernel, launch = triton_delta_drafts._draft_keys_kernel, {"num_stages": 1, "maxnreg": registers}
