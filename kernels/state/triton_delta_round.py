@@ -3,8 +3,7 @@
 Two kernels share the work. The first one computes what all columns of a state need: queries, keys and decays of new
 rows, and their products with all keys since the edge. A program of the second one computes some columns of the values,
 outputs, updates and states of one value head. Columns do not depend on each other, so no program waits for another.
-The second kernel starts to load states while the first one still runs. If states decay by value head, one row and
-several rows of a sequence have kernels of their own (triton_delta_step.py, triton_delta_drafts.py).
+The second kernel starts to load states while the first one still runs.
 
 Both kernels take the new rows one after another, and read of earlier rows what earlier rounds stored. One warp
 convolves a row, and one multiplies it with the earlier keys, in the same order in every round. So the bits of a row
@@ -29,7 +28,6 @@ from .. import gpu
 from .delta_rule import DeltaWeights
 from .paged_delta import MAX_ROUND_LEN, DeltaInputs, DeltaPlan, DeltaPools
 from .triton_delta_columns import advance, one_row, state_columns, window
-from .triton_delta_drafts import draft_round
 from .triton_delta_rows import (
     TILE,
     block_rows,
@@ -41,12 +39,11 @@ from .triton_delta_rows import (
     store_rows,
     unit,
 )
-from .triton_delta_step import step_round
 
-TILE_OF_KEYS = 4, 128  # warps of a program of the first kernel, and registers of a thread
-TILE_OF_STATE = 32, 2, 200  # columns and warps of a program of the second kernel, and registers of a thread
-FEWEST_STEPS = 1  # sequences whose rounds of one row are one kernel
-FEWEST_DRAFTS = 2  # rows of a sequence that are multiplied as matrices
+TILE_OF_KEYS = 4, 168  # warps of a program of the first kernel, and registers of a thread
+TILE_OF_DECAYS = 8, 128  # likewise if states decay by channel
+TILE_OF_STATE = 32, 2  # columns and warps of a program of the second kernel
+REGISTERS_OF_STATE = 168, 200  # of a thread, for one new row and for several
 
 
 class _New(NamedTuple):
@@ -80,7 +77,7 @@ def delta_round(
     out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.q.dtype, device=inputs.q.device)
     new = _New.allocate(num_tokens, plan.block, weights)
     rows = max(TILE, plan.block, triton.next_power_of_2(key_dim) // 2)
-    columns, warps_of_state, registers_of_state = TILE_OF_STATE
+    columns, warps_of_state = TILE_OF_STATE
     block_v = min(columns, max(TILE, triton.next_power_of_2(value_dim)))
     dependent = gpu.dependent_launch(num_tokens)
     sizes = {
@@ -103,12 +100,7 @@ def delta_round(
     }
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
     strides = {"B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
-    if query_len >= FEWEST_DRAFTS and weights.dt_bias.shape[2] == 1:
-        return draft_round(out, inputs, weights, pools, plan, sizes)
-    has_steps = weights.dt_bias.shape[2] == 1 and sizes["BLOCK_K"] == 2 * rows
-    if query_len == 1 and has_steps and num_seqs >= FEWEST_STEPS:
-        return step_round(out, inputs, weights, pools, plan, sizes)
-    num_warps, registers = TILE_OF_KEYS
+    num_warps, registers = TILE_OF_KEYS if weights.dt_bias.shape[2] == 1 else TILE_OF_DECAYS
     _rows_kernel[num_heads, num_seqs](
         *new, *pools[:2], *inputs[:2], *inputs[4:], *weights[:3], *places, *inputs.strides, **strides, **sizes,
         BLOCK_S=triton.next_power_of_2(num_shared), GROUP=num_warps, num_warps=num_warps, maxnreg=registers,
@@ -116,8 +108,8 @@ def delta_round(
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
         out, *pools, *new, inputs.v, weights.taps, *places, inputs.strides[0], **sizes,
         STATE_PART=pools.states.shape[4], BLOCK_V=block_v, SINGLE=query_len == 1,
-        NEW=1 if query_len == 1 else MAX_ROUND_LEN,
-        num_warps=warps_of_state, maxnreg=registers_of_state,
+        NEW=1 if query_len == 1 else MAX_ROUND_LEN, num_warps=warps_of_state,
+        maxnreg=REGISTERS_OF_STATE[query_len > 1],
     )  # fmt: skip
     return out
 
