@@ -4,6 +4,7 @@ the row adds to the state.
 
 # ruff: noqa: N803, N806
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
