@@ -113,7 +113,7 @@ class Engine:
         self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)
         self.speculation = read_speculation(config, self.model_dir, self.model_config, self.dtype_name)
-        _check_kernels(self.device, self.model_config, self.speculation, self.dtype_name)
+        _check_kernels(self.device, self.model_config, self.speculation)
         if not self.speculation.frozen_layers:  # these are read at any position by a drafter
             self.model_config = self.model_config.with_tail()
         if not self.speculation.shape.is_chain:
@@ -611,16 +611,9 @@ def read_target(model_dir: Path, config: EngineConfig) -> ModelConfig:
     return replace(model, quantization=chosen(model.quantization, config.quantization))
 
 
-def _check_kernels(device: torch.device, target: ModelConfig, speculation: Speculation, dtype: HiddenDtype) -> None:
-    """Raise ConfigError if target or draft need kernels that a GPU does not have, or that were not shown to be right on
-    one."""
-    if device.type != "cuda":
-        return
-    for config in (target, speculation.draft):
-        if config is not None and (part := config.unproven_on_gpu(dtype)):
-            fix = "--device cpu" if config.unproven_on_gpu("float32") else "--dtype float32 or --device cpu"
-            raise ConfigError(f"{config.architecture}: {part} was not shown to be right on a GPU; use {fix}")
-    if target.delta is not None and not speculation.shape.is_chain:
+def _check_kernels(device: torch.device, target: ModelConfig, speculation: Speculation) -> None:
+    """Raise ConfigError if the target needs kernels that a GPU does not have."""
+    if device.type == "cuda" and target.delta is not None and not speculation.shape.is_chain:
         raise ConfigError(
             f"draft_topk is {speculation.shape.topk}, but on a GPU layers with a gated delta rule, as "
             f"{target.architecture} has, verify chains alone; use --draft-topk 1"

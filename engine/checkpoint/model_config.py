@@ -321,19 +321,6 @@ class ModelConfig:
         """Width of the state that the target hands to a drafter: all streams, or the state that they collapse to."""
         return self.hidden_size if self.hands_over_collapsed else self.spec_hidden_size
 
-    def unproven_on_gpu(self, dtype: str) -> str | None:
-        """Return the part of this model, in words, whose kernels do not bring a CPU's text on a GPU, or were not shown
-        to; None if there is none. In 16 bits, kernels of the delta rule were right with heads of 128 numbers, and wrong
-        with heads of 12 and 10."""
-        if self.delta is None:
-            return None
-        if self.delta.decay_dim > 1:
-            return "a gated delta rule by channel"
-        dims = self.delta.key_dim, self.delta.value_dim
-        if dtype == "float32" or dims == (128, 128):
-            return None
-        return f"a gated delta rule in {dtype} with heads of {dims[0]} and {dims[1]} numbers"
-
     @property
     def refuses_trees(self) -> str | None:
         """The reason, in words, why drafts must be chains; None if they may be trees."""

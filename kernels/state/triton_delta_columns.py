@@ -4,6 +4,7 @@ the row adds to the state.
 
 # ruff: noqa: N803, N806
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -29,24 +30,32 @@ def state_columns(
 
 
 @triton.jit
-def value_columns(
-    rows_ptr, taps_ptr, before, place, here, has_before, head, shared, columns, is_column, SHARED: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+def window(
+    rows_ptr, taps_ptr, before, place, here, has_before, channels, is_channel, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return what the convolution of values at row `here` of a block reads: the TAPS - 1 rows before, and TAPS weights,
-    each some columns [BLOCK_V] float32."""
-    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
-    channels = 2 * KEY_DIM + shared * VALUE_DIM + columns
-    values, taps = (), ()
+    """Return what the convolution of some channels [N] of row `here` of a block reads: the TAPS - 1 rows before it, and
+    TAPS weights, each [N] float32. `taps_ptr` is the head's."""
+    rows, taps = (), ()
     for tap in tl.static_range(TAPS - 1):
         at = here - (TAPS - 1) + tap
-        old = tl.where(at >= 0, place, before + BLOCK) + at
-        x = tl.load(rows_ptr + old * (CHANNELS + SHARED * (1 + DECAY_DIM)) + channels,
-                    mask=is_column & ((at >= 0) | has_before), other=0.0)  # fmt: skip
-        values += (x.to(tl.float32),)
+        old_ptr = rows_ptr + (tl.where(at >= 0, place, before + BLOCK) + at) * WIDTH
+        rows += (tl.load(old_ptr + channels, mask=is_channel & ((at >= 0) | has_before), other=0.0).to(tl.float32),)
     for tap in tl.static_range(TAPS):
-        taps += (tl.load(taps_ptr + (head * TAPS + tap) * CHANNELS + channels, mask=is_column, other=0.0),)
-    return values, taps
+        taps += (tl.load(taps_ptr + tap * CHANNELS + channels, mask=is_channel, other=0.0),)
+    return rows, taps
+
+
+@triton.jit
+def mixed(rows, new, taps, TAPS: tl.constexpr):
+    """Return a row [N] behind the convolution and silu, given the rows before it, and those before the next row."""
+    rows = rows + (new.to(tl.float32),)  # noqa: RUF005
+    after, x = (), tl.zeros(new.shape, tl.float32)
+    for tap in tl.static_range(TAPS):
+        x += rows[tap] * taps[tap]
+        if tap > 0:
+            after += (rows[tap],)
+    return x * tl.sigmoid(x), after
 
 
 @triton.jit
@@ -54,8 +63,11 @@ def one_row(
     out_ptr, row_ptr, update_ptr, low, high, updates, decay, values, taps, own, here, is_column, KEY_DIM: tl.constexpr,
     TAPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store the values, the update and the output of a row, whose pointers are its own. `own`: as `_row` returns it.
-    Return `updates`, `decay` and `values` with this row."""
+    """Store the values, the update and the output of a row, whose pointers are its own, and return `updates` [ROWS,
+    BLOCK_V], `decay` [ROWS] and `values` with this row. `low` and `high`: the state before the block. `values` and
+    `taps`: as `window` returns them. `own`: the row's values [BLOCK_V] before the convolution, beta, the decay since
+    the edge, the product of query and key, key and query, [ROWS] each, their numbers from ROWS on likewise, and their
+    products with the rows before in the block, [ROWS] each."""
     row = tl.arange(0, ROWS)
     new, beta, passed, of_own, k, q, further_k, further_q, of_k, of_q = own
     faded = tl.exp(passed)
@@ -67,14 +79,9 @@ def one_row(
     from_k += updates * (of_k * between)[:, None]
     from_q += updates * (of_q * between)[:, None]
     tl.store(row_ptr, new, mask=is_column)
-    window = values + (new.to(tl.float32),)  # noqa: RUF005
-    values, mixed = (), tl.zeros(new.shape, tl.float32)
-    for tap in tl.static_range(TAPS):
-        mixed += window[tap] * taps[tap]
-        if tap > 0:
-            values += (window[tap],)
+    value, values = mixed(values, new, taps, TAPS)
     known, output = tl.split(tl.sum(tl.join(from_k, from_q), 0))
-    update = beta * (mixed * tl.sigmoid(mixed) - known)
+    update = beta * (value - known)
     tl.store(out_ptr, (output + of_own * update).to(out_ptr.dtype.element_ty), mask=is_column)
     tl.store(update_ptr, update, mask=is_column)
     updates = tl.where((row == here)[:, None], update[None, :], updates)

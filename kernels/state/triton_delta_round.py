@@ -3,8 +3,7 @@
 Two kernels share the work. The first one computes what all columns of a state need: queries, keys and decays of new
 rows, and their products with all keys since the edge. A program of the second one computes some columns of the values,
 outputs, updates and states of one value head. Columns do not depend on each other, so no program waits for another.
-The second kernel starts to load states while the first one still runs. Several rows of a sequence have kernels of their
-own if states decay by value head (triton_delta_drafts.py).
+The second kernel starts to load states while the first one still runs.
 
 Both kernels take the new rows one after another, and read of earlier rows what earlier rounds stored. One warp
 convolves a row, and one multiplies it with the earlier keys, in the same order in every round. So the bits of a row
@@ -28,8 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .. import gpu
 from .delta_rule import DeltaWeights
 from .paged_delta import MAX_ROUND_LEN, DeltaInputs, DeltaPlan, DeltaPools
-from .triton_delta_columns import advance, one_row, state_columns, value_columns
-from .triton_delta_drafts import draft_round
+from .triton_delta_columns import advance, one_row, state_columns, window
 from .triton_delta_rows import (
     TILE,
     block_rows,
@@ -42,9 +40,10 @@ from .triton_delta_rows import (
     unit,
 )
 
-TILE_OF_KEYS = 4, 128  # warps of a program of the first kernel, and registers of a thread
-TILE_OF_STATE = 32, 2, 200  # columns and warps of a program of the second kernel, and registers of a thread
-FEWEST_DRAFTS = 2  # rows of a sequence that are multiplied as matrices
+TILE_OF_KEYS = 4, 168  # warps of a program of the first kernel, and registers of a thread
+TILE_OF_DECAYS = 8, 128  # likewise if states decay by channel
+TILE_OF_STATE = 32, 2  # columns and warps of a program of the second kernel
+REGISTERS_OF_STATE = 168, 200  # of a thread, for one new row and for several
 
 
 class _New(NamedTuple):
@@ -78,7 +77,7 @@ def delta_round(
     out = torch.empty((num_tokens, num_heads * num_shared, value_dim), dtype=inputs.q.dtype, device=inputs.q.device)
     new = _New.allocate(num_tokens, plan.block, weights)
     rows = max(TILE, plan.block, triton.next_power_of_2(key_dim) // 2)
-    columns, warps_of_state, registers_of_state = TILE_OF_STATE
+    columns, warps_of_state = TILE_OF_STATE
     block_v = min(columns, max(TILE, triton.next_power_of_2(value_dim)))
     dependent = gpu.dependent_launch(num_tokens)
     sizes = {
@@ -101,9 +100,7 @@ def delta_round(
     }
     places = plan.seq_lens, plan.table, query_len, plan.table.shape[1] * page_size, plan.table.stride(0)
     strides = {"B_HEAD": inputs.b.stride(1), "A_HEAD": inputs.a.stride(1)}
-    if query_len >= FEWEST_DRAFTS and weights.dt_bias.shape[2] == 1:
-        return draft_round(out, inputs, weights, pools, plan, sizes)
-    num_warps, registers = TILE_OF_KEYS
+    num_warps, registers = TILE_OF_KEYS if weights.dt_bias.shape[2] == 1 else TILE_OF_DECAYS
     _rows_kernel[num_heads, num_seqs](
         *new, *pools[:2], *inputs[:2], *inputs[4:], *weights[:3], *places, *inputs.strides, **strides, **sizes,
         BLOCK_S=triton.next_power_of_2(num_shared), GROUP=num_warps, num_warps=num_warps, maxnreg=registers,
@@ -111,8 +108,8 @@ def delta_round(
     _round_kernel[num_heads * num_shared * triton.cdiv(value_dim, block_v), num_seqs](
         out, *pools, *new, inputs.v, weights.taps, *places, inputs.strides[0], **sizes,
         STATE_PART=pools.states.shape[4], BLOCK_V=block_v, SINGLE=query_len == 1,
-        NEW=1 if query_len == 1 else MAX_ROUND_LEN,
-        num_warps=warps_of_state, maxnreg=registers_of_state,
+        NEW=1 if query_len == 1 else MAX_ROUND_LEN, num_warps=warps_of_state,
+        maxnreg=REGISTERS_OF_STATE[query_len > 1],
     )  # fmt: skip
     return out
 
@@ -320,6 +317,7 @@ def _round_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (HEADS * SHARED * ceil(VALUE_DIM / BLOCK_V), num_seqs)."""
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
     NUM_PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     part, value_head = tl.program_id(0) % NUM_PARTS, tl.program_id(0) // NUM_PARTS
     head, shared, seq = value_head // SHARED, value_head % SHARED, tl.program_id(1).to(tl.int64)
@@ -343,8 +341,10 @@ def _round_kernel(
     decay = tl.zeros([ROWS], tl.float32)
     if DECAY_DIM == 1:
         decay = tl.load(at + (SHARED * VALUE_DIM + KEY_DIM) + shared, mask=is_old, other=0.0)
-    values, taps = value_columns(rows_ptr, taps_ptr, before, place, start - edge, edge > 0, head, shared, columns,
-                                 is_column, SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
+    taps_ptr += head * CHANNELS * TAPS
+    values, taps = window(rows_ptr, taps_ptr, before, place, start - edge, edge > 0,
+                          2 * KEY_DIM + shared * VALUE_DIM + columns, is_column, CHANNELS,
+                          CHANNELS + SHARED * (1 + DECAY_DIM), TAPS, BLOCK)  # fmt: skip
     if DEPENDENT and EARLY:
         gdc_wait()
     v_ptr += head * QKV_HEAD
@@ -376,7 +376,7 @@ def _rows_of_block(
 ):  # fmt: skip
     """Store values, updates and outputs of new rows of one block, which follow the old rows that have `updates` [ROWS,
     BLOCK_V] and `decay` [ROWS]. `low` and `high`: the state before the block, as `state_columns` returns it. `values`
-    and `taps`: as `value_columns` returns them for the first new row. What a row needs is loaded while the row before
+    and `taps`: as `window` returns them for the first new row. What a row needs is loaded while the row before
     is computed."""
     WIDTH: tl.constexpr = 2 * KEY_DIM + SHARED * (VALUE_DIM + 1 + DECAY_DIM)
     vectors_ptr += (first_token * HEADS + value_head // SHARED) * (2 * KEY_DIM)
@@ -443,7 +443,8 @@ def _next_block(
     """Store the state behind the block at `place`, whose last row is stored, and then go on with the rows from `edge`
     on, which lie at `after`. `before`: the place of the state before. This is rare. As a function of its own it takes
     no registers from the rest of the kernel."""
-    head, shared, columns = value_head // SHARED, value_head % SHARED, part * BLOCK_V + tl.arange(0, BLOCK_V)
+    CHANNELS: tl.constexpr = 2 * KEY_DIM + SHARED * VALUE_DIM
+    shared, columns = value_head % SHARED, part * BLOCK_V + tl.arange(0, BLOCK_V)
     is_column = columns < VALUE_DIM
     tl.debug_barrier()  # rows and updates are stored
     advance(states_ptr, updates_ptr + place * UPDATE_WIDTH, before, place, edge > BLOCK, shared, columns, is_column,
@@ -452,8 +453,8 @@ def _next_block(
         tl.debug_barrier()
         low, high = state_columns(states_ptr + place * STATE_PART, True, shared, columns, is_column, KEY_DIM, VALUE_DIM,
                                   ROWS)  # fmt: skip
-        values, taps = value_columns(rows_ptr, taps_ptr, place, after, 0, True, head, shared, columns, is_column,
-                                     SHARED, KEY_DIM, VALUE_DIM, DECAY_DIM, TAPS, BLOCK)  # fmt: skip
+        values, taps = window(rows_ptr, taps_ptr, place, after, 0, True, 2 * KEY_DIM + shared * VALUE_DIM + columns,
+                              is_column, CHANNELS, CHANNELS + SHARED * (1 + DECAY_DIM), TAPS, BLOCK)  # fmt: skip
         _rows_of_block(out_ptr, vectors_ptr, products_ptr, v_ptr, steps_ptr, rows_ptr, updates_ptr, low, high,
                        tl.zeros_like(low), tl.zeros([ROWS], tl.float32), values, taps, first_token, edge,
                        tl.minimum(stop, edge + BLOCK), edge, after, value_head, columns, is_column, token_stride, HEADS,

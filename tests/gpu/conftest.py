@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.checkpoint.model_config import ModelConfig
-
 HERE = Path(__file__).parent
 
 
@@ -19,12 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(autouse=True)
-def tries_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are where kernels are shown to be right on a GPU."""
-    monkeypatch.setattr(ModelConfig, "unproven_on_gpu", lambda self, dtype: None)
 
 
 @pytest.fixture(params=["one-gpu", "two-gpus"])

@@ -157,13 +157,13 @@ def rounds(options: argparse.Namespace, heads: Heads = BY_HEAD, *, has_peer: boo
 
 def tiles(options: argparse.Namespace) -> Iterator[Kernel]:
     """Rounds of one row by other columns, warps and registers than the kernel chooses."""
-    chosen = triton_delta_round.TILE_OF_STATE
+    chosen = triton_delta_round.TILE_OF_STATE, triton_delta_round.REGISTERS_OF_STATE
     one = argparse.Namespace(sequences=options.sequences, rows=[1])
-    for tile in ((32, 4, 80), (32, 4, 128), (64, 4, 128), (64, 4, 168)):
-        triton_delta_round.TILE_OF_STATE = tile
+    for tile in ((32, 4, 128), (32, 2, 168), (32, 2, 200), (64, 2, 255)):
+        triton_delta_round.TILE_OF_STATE, triton_delta_round.REGISTERS_OF_STATE = tile[:2], tile[2:]
         for kernel in rounds(one, has_peer=False):
             yield kernel._replace(name="{}, {} columns, {} warps, {} registers".format(kernel.name, *tile))
-    triton_delta_round.TILE_OF_STATE = chosen
+    triton_delta_round.TILE_OF_STATE, triton_delta_round.REGISTERS_OF_STATE = chosen
 
 
 def prompts(options: argparse.Namespace, heads: Heads = BY_HEAD) -> Iterator[Kernel]:

@@ -337,13 +337,7 @@ def _fp8_pages() -> None:
 
 
 def _delta() -> None:
-    from baton.kernels.state import (
-        triton_delta_drafts,
-        triton_delta_gate,
-        triton_delta_pairs,
-        triton_delta_prompt,
-        triton_delta_round,
-    )
+    from baton.kernels.state import triton_delta_gate, triton_delta_pairs, triton_delta_prompt, triton_delta_round
 
     kinds = dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias", "vectors", "products", "steps"), "*fp32")
     types = _TYPES | kinds | {"decays": "*fp32", "rows": "*bf16"}
@@ -356,26 +350,17 @@ def _delta() -> None:
         of_inputs |= {"A_HEAD": 772 if decay_dim == 1 else 128, "token_stride": token_stride, "b_stride": token_stride}
         of_inputs |= {"a_stride": token_stride if decay_dim == 1 else 4096}
         both = {**sizes, "QKV_HEAD": of_inputs["QKV_HEAD"], "TAPS": 4, "ROWS": 64, "EARLY": True, "DEPENDENT": True}
-        num_warps, registers = triton_delta_round.TILE_OF_KEYS
+        tiles = triton_delta_round.TILE_OF_KEYS, triton_delta_round.TILE_OF_DECAYS
+        num_warps, registers = tiles[decay_dim > 1]
         constants = {**both, **of_inputs, "BLOCK_S": shared, "GROUP": num_warps}
         kernel, launch = triton_delta_round._rows_kernel, {"num_stages": 1, "maxnreg": registers}
         print(f"rows{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
-        block_v, num_warps, registers = triton_delta_round.TILE_OF_STATE
+        block_v, num_warps = triton_delta_round.TILE_OF_STATE
         constants = {**both, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "token_stride": token_stride}
         constants |= {"NEW": 16, "SINGLE": False}
-        kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1, "maxnreg": registers}
+        kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1}
+        launch |= {"maxnreg": triton_delta_round.REGISTERS_OF_STATE[1]}
         print(f"round{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
-        if decay_dim == 1:
-            num_warps, registers = triton_delta_drafts.TILE_OF_KEYS
-            constants = {**both, **of_inputs, "BLOCK_S": shared, "NEW": 16, "CHUNK": 32}
-            kernel, launch = triton_delta_drafts._draft_keys_kernel, {"num_stages": 1, "maxnreg": registers}
-            print("draft keys", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
-            block_v, num_warps, registers = triton_delta_drafts.TILE_OF_STATE
-            constants = {**both, "BLOCK_V": block_v, "STATE_PART": 256 * shared, "NEW": 16, "CHUNK": 32}
-            constants |= {"token_stride": token_stride}
-            del constants["ROWS"]
-            kernel, launch = triton_delta_drafts._draft_columns_kernel, {"num_stages": 1, "maxnreg": registers}
-            print("draft columns", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
         of_blocks = {**sizes, "ROWS": 64}
         for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
             own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
