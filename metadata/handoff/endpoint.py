@@ -101,8 +101,8 @@ class Endpoint:
 
 
 def usable(ours: Collection[str], hello: LinkHello, host: str) -> list[str]:
-    """Return the transports of ours by which pages can travel from this host (`host_identity`) to the decode node that
-    said this hello, whose inbox is left only if it is in reach, best first.
+    """Return our transports by which pages can travel from this host (`host_identity`) to the decode node that said
+    this hello, in its order. The caller has removed the hello's inbox if it is out of reach.
 
     A decode node that knows ranks need not list them: it cannot tell whether the prefill node has several."""
     implied = () if set(ours) - {RANKS} else (RANKS,)

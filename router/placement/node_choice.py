@@ -36,7 +36,7 @@ class DecodeFigures(NamedTuple):
     is_full: bool  # it refused, and has not shown more room since
     is_sessions: bool = False  # it served the request's session last
     cached_share: float = 0.0  # of the prompt, in its prefix cache
-    handoff_s: float = 0.0  # of a prompt, in the mean; 0: unknown
+    handoff_s: float = 0.0  # of a prompt, the median of the last ones; 0: unknown
     round_s: float = 0.0  # 0: unknown
 
     @property

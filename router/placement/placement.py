@@ -2,12 +2,12 @@
 
 Decode: the least loaded node that has room; a node that has pages of the prompt in its cache may be a little fuller,
 since they need not travel. Prefill: the node that would finish the prompt first, if the pages in its cache need not be
-computed. Nodes tell which pages they have (nodes/told_pages.py). If this news is late, load alone decides. Requests of
-one session go to the nodes of the one before: to its prefill node, unless another would finish the prompt before this
-one begins it; to its decode node, unless another is less loaded by a tenth of its places, also if decode nodes compute
-the prompts. If the prompt is local, or if either role may compute it, prompt_placement.py chooses the node. Nodes on
-which the request has not failed yet come first. A node that ran out of memory for the request gets it again only if no
-other node of the role could take it, however busy they are.
+computed. Nodes tell which pages they have (nodes/told_pages.py). If this news is late, load alone decides. A request of
+a session goes to the nodes of the one before: to its prefill node, unless another would finish the prompt before that
+one begins it; to its decode node, unless another has a tenth more of its places free. That holds if decode nodes
+compute the prompts, too. If the prompt is local, or if either role may compute it, prompt_placement.py chooses the
+node. Nodes on which the request has not failed yet come first. A node that ran out of memory for the request gets it
+again only if no other node of the role could take it, however busy they are.
 
 node_choice.py and prompt_placement.py compare the figures of nodes, and say why one was chosen. Traces keep these
 words.

@@ -101,9 +101,9 @@ class LocalFigures(NamedTuple):
         return cached_s + self.load_s - LOAD_ROUNDS * num_free * self.round_s
 
     def stall_s(self, token_s: float) -> float:
-        """Return the price, in the same seconds, of the waiting of its streams for the chunks of this prompt. It rises
-        with their number, since rounds are slower then. A token of a chunk takes at most `token_s`, the rounds beside
-        it left out."""
+        """Return what the delay of this node's streams by the chunks of this prompt counts, in seconds to add to
+        `two_tokens_s`. It rises with their number, since rounds are slower then. A token of the prompt counts at most
+        `token_s`, without the rounds beside it."""
         waiting_s = self.num_running * self.num_uncached_tokens * min(token_s, self.times.token_s)
         return self.num_running / BUSY_STREAMS * waiting_s
 
