@@ -41,9 +41,7 @@ class ModelFamily:
     qk_norm: bool | Literal["use_qk_norm"] = False  # a key of config.json: that decides
     has_wide_norms: bool = False
     has_sinks: bool = False
-    norm_offset: float | None = (
-        None  # added to weights of norms, which then multiply in float32; None: weights as they are
-    )
+    norm_offset: float | None = None  # of weights of norms, which then multiply in float32; None: weights as they are
     window_theta_name: str = "rope_local_base_freq"  # the field beside the rotary settings that has it
     window_theta: float | None = None  # of rotary embeddings in layers with a window; None: as in the others
     score_scale: float | Literal["query_pre_attn_scalar"] | None = None  # a key of config.json: 1 / sqrt of its value
