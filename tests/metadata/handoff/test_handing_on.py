@@ -13,7 +13,8 @@ from baton.engine.state.pages import Owner, PagePool
 from baton.engine.state.prefix_cache import Lease, PrefixCache
 from baton.metadata.handoff.borrower import Borrower
 from baton.metadata.handoff.handing_on import KEPT_SHARE, MOST_AT_ONCE, KeptTexts
-from baton.metadata.wire.messages import Keep
+from baton.metadata.handoff.transfer import LoanOver
+from baton.metadata.wire.membership import Keep
 from baton.metadata.wire.node_info import Lender
 from baton.metadata.wire.request import pack_ids
 
@@ -50,13 +51,15 @@ class Nodes:
     def run(self) -> None:
         """Let both work until no loan is under way."""
         for _ in range(20_000):
-            self.kept.begin()
             if not self.borrower.units() and not self.server.loans():
                 return
             assert len(self.borrower.units()) <= MOST_AT_ONCE
-            for unit in self.borrower.poll():
-                assert unit in self.kept
-                self.kept.end(unit)
+            for event in self.client.poll():
+                assert isinstance(event, LoanOver)
+                unit = self.borrower.take(event)
+                if unit is not None:
+                    assert unit in self.kept
+                    self.kept.end(unit)
             self.server.poll()
         raise AssertionError("a loan hangs")
 
@@ -80,7 +83,6 @@ def test_a_text_that_the_heir_has_already_is_not_borrowed(nodes: Nodes) -> None:
     pages = nodes.ours.allocate(3, Owner.REQUEST)
     nodes.ours.release(nodes.ours.insert(TEXTS[-1], pages))
     nodes.keep_all()
-    nodes.kept.begin()
     assert len(nodes.borrower.units()) == MOST_AT_ONCE
     nodes.run()
     assert nodes.borrower.totals.num_pages <= 60 // KEPT_SHARE
