@@ -32,7 +32,14 @@ def test_a_stopped_child_ends_with_its_parent() -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         child.send_signal(signal.SIGSTOP)
         parent.kill()
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child has ended")
+    wait_until(lambda: _has_ended(child), "the child has ended")
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_child_whose_parent_has_ended_before_ends_at_once() -> None:
