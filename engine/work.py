@@ -1,4 +1,4 @@
-"""Work that a scheduler gives to executors, and the reports that they return. All are plain values. Imports no torch.
+"""What a scheduler asks of executors (*work*), and what they answer (*reports*), as plain values. Imports no torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

@@ -157,14 +157,21 @@ class RankedEngine:
             except RuntimeError as error:
                 raise self.processes.end(f"rank 0 could not start: {error}") from error
             self.processes.wait_ready()
-            if self.engine.cache.tier is not None and serve is None:
-                copies = self.engine.cache.tier.copies = RankCopies(self.engine.cache.tier.copies, self.send)
-                if config.disk_cache is not None:
-                    self.send(ShareSlots())
-                    reports = [self.processes.report(rank) for rank in range(1, size)]
-                    copies.share([msgspec.msgpack.decode(each, type=SlotPlaces) for each in reports])
-                    open_disk_tier(self.engine, config)
+            if serve is None:
+                self._join_tiers(config)
             self._stack = starting.pop_all()
+
+    def _join_tiers(self, config: EngineConfig) -> None:
+        """Let the host tiers of all ranks, if there are any, act as one, and write files if the config names some."""
+        tier = self.engine.cache.tier
+        if tier is None:
+            return
+        copies = tier.copies = RankCopies(tier.copies, self.send)
+        if config.disk_cache is not None:
+            self.send(ShareSlots())
+            reports = [self.processes.report(rank) for rank in range(1, self.size)]
+            copies.share([msgspec.msgpack.decode(each, type=SlotPlaces) for each in reports])
+            open_disk_tier(self.engine, config)
 
     def __enter__(self) -> RankedEngine:
         return self
@@ -215,6 +222,24 @@ def _meet(config: EngineConfig, rank: int, size: int, meeting: str) -> Group:
         raise ConfigError(f"the GPUs of rank {rank} and the others do not map each other's memory: {error}") from error
 
 
+def _do_in_tier(
+    work: ShareSlots | StorePages | LoadPages, engine: Engine, connection: Connection, shared: SharedSlots | None
+) -> SharedSlots | None:
+    """Do work in this rank's host tier. Return the slots that rank 0 maps, None if it maps none: `shared`, or new
+    ones."""
+    assert engine.cache.tier is not None, work
+    copies = engine.cache.tier.copies
+    if isinstance(work, ShareSlots):
+        assert isinstance(copies, HostCopies | CudaCopies), work
+        shared = SharedSlots(copies)
+        connection.send_bytes(REPORT + msgspec.msgpack.encode(shared.places))
+        return shared
+    copy(copies, work)
+    if shared is not None:
+        shared.note_call()
+    return shared
+
+
 def run_rank(
     connection: Connection,
     reports: Connection,
@@ -259,16 +284,8 @@ def run_rank(
                 prompts.submit(work).draft()
             case Forget():
                 prompts.forget(work.key)
-            case ShareSlots():
-                tier = engine.cache.tier
-                assert tier is not None and isinstance(tier.copies, HostCopies | CudaCopies), work
-                shared = SharedSlots(tier.copies)
-                connection.send_bytes(REPORT + msgspec.msgpack.encode(shared.places))
-            case StorePages() | LoadPages():
-                assert engine.cache.tier is not None, work
-                copy(engine.cache.tier.copies, work)
-                if shared is not None:
-                    shared.note_call()
+            case ShareSlots() | StorePages() | LoadPages():
+                shared = _do_in_tier(work, engine, connection, shared)
             case WarmUp() if num_slots:
                 executor.warm_up(expects_prompts=work.expects_prompts)
             case WarmUp():

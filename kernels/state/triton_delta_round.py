@@ -1,4 +1,5 @@
-"""Rounds of the gated delta rule by Triton: a few new rows of each sequence behind the state at its last edge.
+"""Triton kernels that compute a decode round of the gated delta rule: each sequence has a few new tokens (rows), which
+start from the state that is stored at the end of its last whole block (the edge).
 
 Two kernels share the work. The first one computes what all columns of a state need: queries, keys and decays of new
 rows, and their products with all keys since the edge. A program of the second one computes some columns of the values,
@@ -7,7 +8,7 @@ The second kernel starts to load states while the first one still runs.
 
 Both kernels take the new rows one after another, and read of earlier rows what earlier rounds stored. One warp
 convolves a row, and one multiplies it with the earlier keys, in the same order in every round. So the bits of a row
-do not depend on the other sequences.
+do not depend on the rows before it in the round, nor on other sequences.
 """
 
 # ruff: noqa: N803, N806

@@ -16,7 +16,8 @@ FORGET_S = 5.0  # from the last request of a tenant that is gone until nodes rem
 
 
 class CachedTexts:
-    """What nodes were told to keep and to forget. `nodes` is a view of the nodes that have joined."""
+    """Tells nodes to keep texts of a node that leaves, and to remove pages of tenants that are gone; remembers what it
+    has told. `nodes`: the nodes that have joined, by routing id; the registry changes it."""
 
     def __init__(self, epoch: str, nodes: Mapping[bytes, Node], effects: Effects) -> None:
         self._epoch, self._nodes, self._effects = epoch, nodes, effects

@@ -22,7 +22,8 @@ _SAYS = {True: "drained by an operator", False: "put back by an operator"}
 
 
 class Drains:
-    """Names of the nodes that operators drain. `nodes` is a view of the nodes that have joined.
+    """Remembers which nodes operators have drained. `nodes`: the nodes that have joined, by routing id; the registry
+    changes it.
 
     A node is told, and tells all its routers. Until its heartbeat says what it was told here, that is told again, and
     what the heartbeat says does not count. Nodes of older releases are drained at this router alone."""

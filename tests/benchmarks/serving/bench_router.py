@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -336,24 +336,31 @@ def phase(
             each.kill()
             each.join()
     lags, total = added_s(found.sent, found.arrived, num_tokens), of_router * num_routers * num_tokens
-    window_s = found.window[1] - found.window[0]
     return {
         "routers": num_routers,
         "streams": num_streams,
         "tokens": total,
         "interval_ms": interval_s * 1000,
+        **_times(found, lags, total, num_routers),
+        "wall_s": round(wall, 3),
+        "router_listening_s": round(start_s, 3),
+        "router_rss_idle_mb": round(idle_rss / 1e6, 1),
+        "router_rss_mb": round(peak_rss / 1e6, 1),
+    }
+
+
+def _times(found: Measured, lags: Sequence[float], num_tokens: int, num_routers: int) -> dict[str, float]:
+    """Return the columns of latency and of processor time. `lags`: seconds, ascending. `num_tokens`: of all streams."""
+    window_s = found.window[1] - found.window[0]
+    return {
         "added_ms_p50": round(lags[len(lags) // 2] * 1000, 3),
         "added_ms_p99": round(lags[len(lags) * 99 // 100] * 1000, 3),
-        "router_cpu_us_per_token": round(found.cpu_s / total * 1e6, 2),
+        "router_cpu_us_per_token": round(found.cpu_s / num_tokens * 1e6, 2),
         "router_cpu_us_per_token_of_window": round(found.window_cpu_s / found.num_in_window * 1e6, 2),
         "tokens_per_s_per_core": round(found.num_in_window / found.window_cpu_s),
         "tokens_per_s": round(found.num_in_window / window_s),
         "cores_per_router": round(found.window_cpu_s / window_s / num_routers, 2),
         "cores_of_busiest_other": round(found.busiest, 2),
-        "wall_s": round(wall, 3),
-        "router_listening_s": round(start_s, 3),
-        "router_rss_idle_mb": round(idle_rss / 1e6, 1),
-        "router_rss_mb": round(peak_rss / 1e6, 1),
     }
 
 
