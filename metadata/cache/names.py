@@ -75,7 +75,12 @@ class PromptNames:
         return self._num_pages
 
     def __iter__(self) -> Iterator[int]:
-        return (self[index] for index in range(self._num_pages))
+        index = 0
+        while index < self._num_pages:
+            self[index]  # makes this one and those after it
+            made = self._made[index:]
+            yield from made
+            index += len(made)
 
     def __getitem__(self, index: int) -> int:
         if index >= len(self._made):

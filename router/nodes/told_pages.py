@@ -214,10 +214,10 @@ class ExpectedPages:
 
     def num_matched(self, node: Hashable, names: Iterable[int], since: float) -> int:
         """Return how many leading pages of a prompt the node was given at or after `since`."""
-        known = self._known.get(node)
-        num_pages = 0
+        known, num_pages = self._known.get(node) or {}, 0
         for page in names if known else ():
-            if known is None or page not in known or known[page] < since:
+            given_at = known.get(page)
+            if given_at is None or given_at < since:
                 break
             num_pages += 1
         return num_pages

@@ -11,7 +11,6 @@ Messages name a sequence by its index, `choice`.
 
 from __future__ import annotations
 
-from array import array
 from collections import abc
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
@@ -24,6 +23,7 @@ from ...metadata.wire.request import (
     SamplingParams,
     TokenLogprobs,
     Unit,
+    as_column,
     pack_ids,
 )
 from ..nodes.node import Node, NodeGroup
@@ -351,7 +351,7 @@ class Request:
         name the `sender`."""
         self.rid = rid
         self.group = group
-        self.prompt_ids = array("i", prompt_ids)  # a million of them may wait here
+        self.prompt_ids = as_column(prompt_ids)  # a million of them may wait here
         self.params = params
         self.listener: Listener = listener
         self.cache_salt = cache_salt

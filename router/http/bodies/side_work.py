@@ -27,7 +27,16 @@ from ...text.chat_template import ChatTemplate
 from ...text.side_process import SideProcess, serve
 from ...text.tokenizer import TextTokenizer
 from ..anthropic.types import CountTokensRequest, MessagesRequest
-from ..generation.prompts import ChatPrompt, EncodedPrompt, Prompt, chat_prompt, encoded_prompt, prompts_of, tokenized
+from ..generation.prompts import (
+    ChatPrompt,
+    EncodedPrompt,
+    Prompt,
+    chat_prompt,
+    check_vocabulary,
+    encoded_prompt,
+    prompts_of,
+    tokenized,
+)
 from ..generation.tool_types import ToolCall
 from ..generation.types import ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ..operators.admin_types import DrainRequest
@@ -265,9 +274,9 @@ class SideWork:
         return (await self._do(model, _Tokenize(model.name, group.context_len, _to_json(body)))).data[0]
 
     async def decoded(self, prompts: Sequence[Sequence[int]], group: NodeGroup, tokenizer: TextTokenizer) -> list[str]:
-        """Return the text of each list of ids."""
+        """Return the text of each list of ids. Raises RequestError for an id outside the vocabulary."""
         if BODY_SIZE.get().is_small:
-            return [tokenizer.decode(ids) for ids in prompts]
+            return [_decoded(ids, group) for ids in prompts]
         model = _model_of(group, tokenizer)
         done = await self._do(model, _Decode(model.name, [pack_ids(ids) for ids in prompts]))
         return [text or "" for text in done.texts]
@@ -375,8 +384,13 @@ async def _result(work: _Work, served: Any) -> _Done:
             request = decoder_of(TokenizeRequest).decode(work.body)
             return _Done(data=[_to_json(await tokenized(request, group, _tokenizer_of(group)))])
         case _Decode():
-            tokenizer = _tokenizer_of(served(work.name, 0))
-            return _Done(texts=[tokenizer.decode(unpack_ids(ids)) for ids in work.ids])
+            group = served(work.name, 0)
+            return _Done(texts=[_decoded(unpack_ids(ids), group) for ids in work.ids])
+
+
+def _decoded(ids: Sequence[int], group: NodeGroup) -> str:
+    check_vocabulary(ids, group, "tokens")
+    return _tokenizer_of(group).decode(ids)
 
 
 def _without_ids(body: bytes, kind: type[Struct]) -> _Done:

@@ -171,15 +171,19 @@ def chat_text(
 def _check_ids(ids: Sequence[int], group: NodeGroup, param: str, *, num_after: int) -> None:
     if not ids:
         raise RequestError(f"{param}: the prompt has no tokens", param=param)
-    vocab_size = group.card.vocab_size
-    worst = max(ids)
-    if worst >= vocab_size:
-        raise RequestError(f"{param}: token id {worst} is out of range; the vocabulary has {vocab_size}", param=param)
+    check_vocabulary(ids, group, param)
     if len(ids) + num_after > group.context_len:
         what = "leaves none to generate" if num_after else "is smaller"
         raise RequestError(
             f"{param}: the prompt has {len(ids)} tokens; the model's context of {group.context_len} {what}", param=param
         )
+
+
+def check_vocabulary(ids: Sequence[int], group: NodeGroup, param: str) -> None:
+    """Raise RequestError if an id is outside the vocabulary."""
+    worst, vocab_size = max(ids, default=0), group.card.vocab_size
+    if worst >= vocab_size:
+        raise RequestError(f"{param}: token id {worst} is out of range; the vocabulary has {vocab_size}", param=param)
 
 
 def _is_of_tools(message: ChatMessage) -> bool:

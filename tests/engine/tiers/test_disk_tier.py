@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,13 @@ def await_files(node: Node, text: list[int], salt: str = "") -> None:
         return not node.cache.is_awaited(fetch)
 
     wait_until(is_over)
+
+
+def damage(path: Path) -> None:
+    """Replace what a file holds. Raises FileNotFoundError if it is gone."""
+    with path.open("r+b") as file:
+        file.truncate()
+        file.write(b"damaged")
 
 
 def texts(num: int, num_pages: int = 8) -> list[list[int]]:
@@ -102,9 +110,10 @@ def test_random_lives_find_what_was_computed_for_their_tokens(
                 assert not node.cache.first_pages() and not list(node.files.path.iterdir())
             case 2:
                 settle(node)
-            case 3 if paths := list(node.files.path.iterdir()):
+            case 3 if paths := [path for path in node.files.path.iterdir() if path.suffix != ".new"]:
                 path = rng.choice(paths)
-                rng.choice([path.unlink, lambda path=path: path.write_bytes(b"damaged")])()
+                with suppress(FileNotFoundError):  # the thread may have removed it
+                    path.unlink() if rng.random() < 0.5 else damage(path)
             case 4:
                 node.cache.fetch(text, salt, (len(text) - 1) // PAGE, node.num_tails)
             case 5 | 6:

