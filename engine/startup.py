@@ -18,7 +18,7 @@ from ..metadata.bus.sockets import new_epoch as new_epoch
 from ..metadata.cache.kv_events import KvEvents
 from ..metadata.errors import ConfigError, RankLost, Refused
 from ..metadata.garbage import Garbage
-from ..metadata.handoff.descriptors import user_directory
+from ..metadata.handoff.descriptor_inbox import user_directory
 from ..metadata.handoff.endpoint import Endpoint
 from ..metadata.handoff.schema.schema import further_pools, needed_protocol, pool_words
 from ..metadata.handoff.transports.registry import TRANSPORTS

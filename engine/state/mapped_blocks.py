@@ -14,7 +14,7 @@ import os
 import torch
 
 from ...kernels.ranks.all_reduce import BLOCK_BYTES, CONTROL, PeerBlocks
-from ...metadata.handoff.descriptors import TOKEN_LEN, DescriptorInbox, new_token, send_descriptors
+from ...metadata.handoff.descriptor_inbox import TOKEN_LEN, DescriptorInbox, new_token, send_descriptors
 from ..ranks.group import Group
 from .cuda_memory import Mapping, map_shared, share, shareable_zeros
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..errors import TransferError
 from ..wire.data_link import LinkWelcome, RankWelcome
 from ..wire.node_info import HostMemory
-from .descriptors import DescriptorInbox, new_token, send_descriptors
+from .descriptor_inbox import DescriptorInbox, new_token, send_descriptors
 
 
 class MemoryPlace(NamedTuple):

@@ -45,7 +45,7 @@ from ..wire.node_info import Peer
 from ..wire.protocol import known
 from ..wire.request import MAX_BATCH, Unit
 from .data_socket import UNACKNOWLEDGED_S, connect_data_socket, silence_s
-from .descriptors import DescriptorInbox
+from .descriptor_inbox import DescriptorInbox
 from .endpoint import Endpoint
 from .ranks.shards import PagePart
 from .schema.kv_layout import Shard

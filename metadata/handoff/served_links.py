@@ -37,7 +37,7 @@ from ..wire.frames import decode_frame, encode
 from ..wire.protocol import PROTOCOL_MIN, known
 from ..wire.request import MAX_TEXT
 from .data_socket import bind_data_socket
-from .descriptors import inbox_in_reach
+from .descriptor_inbox import inbox_in_reach
 from .endpoint import Endpoint, usable
 from .page_port import PageGrant, PagePort
 from .pages import OfferedPages

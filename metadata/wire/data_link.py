@@ -25,8 +25,9 @@ SealingKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 class LinkHello(Message, frozen=True, tag="link_hello"):
     """The decode node opens the link. `transports` are those that it can use, best first. `inbox` names the place where
-    the node receives file descriptors (descriptors.py); empty if it needs none. Two nodes can share memory if the inbox
-    is in the prefill node's reach. Before protocol 8, and without an inbox, they can if their `host` is equal."""
+    the node receives file descriptors (handoff/descriptor_inbox.py); empty if it needs none. Two nodes can share memory
+    if the inbox is in the prefill node's reach. Before protocol 8, and without an inbox, they can if their `host` is
+    equal."""
 
     node_id: Name
     epoch: Digest

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import llguidance
 import msgspec
 
+from ...metadata.errors import Unavailable
 from .grammar import Grammar, GrammarFault, GrammarSource, converted
 from .side_process import SideProcess, serve
 
@@ -33,7 +34,7 @@ class LoadTokenizer(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ConvertSource(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """ConvertSource a source for the tokenizer that was loaded under a name."""
+    """Convert a source for the tokenizer that was loaded under a name."""
 
     name: str
     source: GrammarSource
@@ -51,20 +52,31 @@ class GrammarProcess(SideProcess[_Answer]):
         self._loaded: set[str] = set()  # names of tokenizers
 
     def convert(self, load: LoadTokenizer, source: GrammarSource) -> Grammar | GrammarFault:
-        """Return the grammar of a source for a tokenizer, or why it is refused."""
+        """Return the grammar of a source for a tokenizer, or why it is refused. Raises Unavailable if the process does
+        not come to compile it."""
         try:
             if len(self._loaded) >= MAX_TOKENIZERS:
                 self.end()
             if self.start():
                 self._loaded.clear()
             if load.name not in self._loaded:
-                answer = self.ask(load)
+                answer = self._load(load)
                 if isinstance(answer, GrammarFault):
                     return answer
                 self._loaded.add(load.name)
             return self.ask(ConvertSource(load.name, source))
         except (OSError, TimeoutError):
             return GrammarFault(_last_words(self.end()))
+
+    def _load(self, load: LoadTokenizer) -> Grammar | GrammarFault:
+        try:
+            return self.ask(load)
+        except (OSError, TimeoutError):
+            status = self.end()
+            raise Unavailable(
+                f"the process that compiles grammars ended with status {status} before it had read the tokenizer; see "
+                f"that `python -m {__name__}` starts on the router's host, and send the request again"
+            ) from None
 
 
 def _last_words(status: int) -> str:

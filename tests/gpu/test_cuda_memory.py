@@ -16,7 +16,7 @@ import triton.language as tl
 from baton.engine.state.cuda_memory import can_share, map_shared, share, shareable_zeros
 from baton.kernels.state.pages import PoolAddress
 from baton.metadata.errors import TransferError
-from baton.metadata.handoff.descriptors import DescriptorInbox, new_token, send_descriptors
+from baton.metadata.handoff.descriptor_inbox import DescriptorInbox, new_token, send_descriptors
 
 DEVICE = torch.device("cuda:0")
 NUM_WORDS = 3 << 20  # no multiple of what CUDA allocates

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from samples import make_sample
 
-from baton.metadata.handoff.descriptors import DescriptorInbox
+from baton.metadata.handoff.descriptor_inbox import DescriptorInbox
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

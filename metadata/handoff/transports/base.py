@@ -28,7 +28,7 @@ from ...errors import ProtocolError
 from ...wire.data_link import LinkHello, LinkWelcome, Pages, Pull
 from ...wire.protocol import PROTOCOL_MIN, known
 from ...wire.request import Unit
-from ..descriptors import DescriptorInbox
+from ..descriptor_inbox import DescriptorInbox
 from ..memory import PageMemory, whole_part
 from ..pages import DevicePool, OfferedPages
 from ..ranks.orders import PullOrder

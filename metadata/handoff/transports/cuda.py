@@ -27,7 +27,7 @@ from ...errors import OutOfMemory, TransferError
 from ...wire.data_link import CudaWelcome, LinkHello, LinkWelcome
 from ...wire.node_info import DevicePools
 from ...wire.request import Unit
-from ..descriptors import new_token, send_descriptors
+from ..descriptor_inbox import new_token, send_descriptors
 from ..memory import PageMemory, PeerMemory
 from ..memory_places import memory_places, send_memory
 from ..pages import DevicePool, Gather, MappedPools, OfferedPages

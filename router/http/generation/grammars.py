@@ -295,7 +295,7 @@ class GrammarChecks:
         body, such as `response_format.json_schema.schema`. `owner`: whose it is, as a refusal names it.
 
         Raises RequestError that names the part at fault, Overloaded if too many grammars of the caller wait, and
-        Unavailable if the nodes know no grammars.
+        Unavailable if the nodes know no grammars, or if the process does not start.
         """
         if not any(node.protocol >= GRAMMAR_PROTOCOL for node in group.nodes.values()):
             raise Unavailable(f"{place}: the model's nodes are of an earlier release, which knows no grammars")

@@ -23,7 +23,7 @@ from baton.engine.device import kind_of
 from baton.engine.startup import transports
 from baton.metadata.bus.addresses import host_identity
 from baton.metadata.errors import ConfigError, OutOfMemory, TransferError
-from baton.metadata.handoff.descriptors import new_token, send_descriptors
+from baton.metadata.handoff.descriptor_inbox import new_token, send_descriptors
 from baton.metadata.handoff.pull_link import HELLO_S
 from baton.metadata.handoff.schema.schema import blocks_per_page
 from baton.metadata.handoff.tickets import TicketEnded, TicketFailed

@@ -10,7 +10,7 @@ import pytest
 from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome
 
 from baton.metadata.errors import TransferError
-from baton.metadata.handoff.descriptors import DescriptorInbox
+from baton.metadata.handoff.descriptor_inbox import DescriptorInbox
 from baton.metadata.handoff.memory import PageMemory
 from baton.metadata.handoff.memory_places import memory_places, send_memory
 from baton.metadata.wire.data_link import LinkWelcome, RankWelcome

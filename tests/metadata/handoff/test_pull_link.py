@@ -17,7 +17,7 @@ from patience import Patience
 
 from baton.metadata.bus.sockets import DroppedFrames
 from baton.metadata.errors import ProtocolError, StaleMessage, TransferError
-from baton.metadata.handoff.descriptors import new_token, send_descriptors
+from baton.metadata.handoff.descriptor_inbox import new_token, send_descriptors
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.pull_link import AWAY_S, BUSY_FACTOR, HANDSHAKE_FACTOR, HELLO_S, PullLink, PullLinks
 from baton.metadata.handoff.transports.zmq import ZmqTransport

@@ -14,7 +14,7 @@ from handoff_nodes import FINGERPRINTS, SCHEMA, make_client, make_memory, make_s
 
 from baton.metadata.errors import ProtocolError, TransferError
 from baton.metadata.handoff import served_links
-from baton.metadata.handoff.descriptors import DescriptorInbox
+from baton.metadata.handoff.descriptor_inbox import DescriptorInbox
 from baton.metadata.handoff.endpoint import Endpoint
 from baton.metadata.handoff.pages import OfferedPages
 from baton.metadata.handoff.served_links import DecodePeers, ServedLinks

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.metadata.errors import Unavailable
 from baton.router.text import grammar_process
 from baton.router.text.grammar import Grammar, GrammarFault, GrammarSource
 from baton.router.text.grammar_process import MAX_CPU_S, MAX_TOKENIZERS, GrammarProcess, LoadTokenizer
@@ -52,6 +53,16 @@ def test_a_hostile_schema_is_refused_in_bounded_time(process: GrammarProcess, na
     fault = process.convert(load(), GrammarSource("json", HOSTILE[name]))
     assert isinstance(fault, GrammarFault), fault
     assert time.monotonic() - begun < 20 * MAX_CPU_S
+    assert isinstance(process.convert(load(), GOOD), Grammar)
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(
+    process: GrammarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_module", "baton.no_such_module")
+    with pytest.raises(Unavailable, match=r"ended with status -?\d+ before it had read the tokenizer"):
+        process.convert(load(), GOOD)
+    monkeypatch.undo()
     assert isinstance(process.convert(load(), GOOD), Grammar)
 
 

@@ -20,7 +20,7 @@ from wire import Wire
 
 from baton.engine.state.pages import Owner, PagePool
 from baton.metadata.errors import ProtocolError, TransferError
-from baton.metadata.handoff.descriptors import send_descriptors
+from baton.metadata.handoff.descriptor_inbox import send_descriptors
 from baton.metadata.handoff.memory import pack_pages
 from baton.metadata.handoff.pages import page_checksums, row_checksum
 from baton.metadata.handoff.schema.buffers import MetadataBuffers

@@ -15,7 +15,7 @@ from fake_device import FakeDevice
 from handoff_nodes import DRAFT_SCHEMA, make_memory, make_welcome, unit
 
 from baton.metadata.errors import TransferError
-from baton.metadata.handoff.descriptors import DescriptorInbox, new_token, send_descriptors
+from baton.metadata.handoff.descriptor_inbox import DescriptorInbox, new_token, send_descriptors
 from baton.metadata.handoff.schema.schema import page_bytes
 from baton.metadata.handoff.transports import cuda
 from baton.metadata.handoff.transports.base import Move, PullEnd

@@ -15,8 +15,8 @@ import pytest
 from network import reason_against
 
 from baton.metadata.errors import ConfigError, TransferError
-from baton.metadata.handoff import descriptors
-from baton.metadata.handoff.descriptors import (
+from baton.metadata.handoff import descriptor_inbox
+from baton.metadata.handoff.descriptor_inbox import (
     MAX_DESCRIPTORS,
     MAX_KEPT,
     DescriptorInbox,
@@ -62,7 +62,7 @@ def test_another_process_can_send(inbox: DescriptorInbox) -> None:
     token = new_token()
     code = f"""
 import os
-from baton.metadata.handoff.descriptors import send_descriptors
+from baton.metadata.handoff.descriptor_inbox import send_descriptors
 fd = os.memfd_create("x")
 os.write(fd, b"from afar")
 send_descriptors({inbox.address!r}, {token!r}, [fd])
@@ -142,12 +142,12 @@ def test_an_inbox_that_is_gone_is_an_error(inbox: DescriptorInbox) -> None:
 
 def test_both_ends_refuse_another_user(inbox: DescriptorInbox, monkeypatch: pytest.MonkeyPatch) -> None:
     uid, token = os.getuid(), new_token()
-    monkeypatch.setattr(descriptors.os, "getuid", lambda: uid + 1)
+    monkeypatch.setattr(descriptor_inbox.os, "getuid", lambda: uid + 1)
     with pytest.raises(TransferError, match=f"belongs to user id {uid}, not {uid + 1}"):
         send_text(inbox.address, token, b"")
     monkeypatch.undo()
     send_text(inbox.address, token, b"")
-    monkeypatch.setattr(descriptors.os, "getuid", lambda: uid + 1)
+    monkeypatch.setattr(descriptor_inbox.os, "getuid", lambda: uid + 1)
     with pytest.raises(TransferError, match="did not arrive"):
         inbox.take(token)
 
@@ -167,7 +167,7 @@ def in_new_network(code: str) -> str:
 def reach_from_afar(inbox: DescriptorInbox, directory: Path | None) -> str:
     return in_new_network(f"""
 from pathlib import Path
-from baton.metadata.handoff.descriptors import inbox_in_reach, new_token, send_descriptors
+from baton.metadata.handoff.descriptor_inbox import inbox_in_reach, new_token, send_descriptors
 place = inbox_in_reach({inbox.address!r}, {f"Path({str(directory)!r})" if directory else None})
 print(place)
 if place:
@@ -208,7 +208,7 @@ def test_a_shared_directory_reaches_other_network_namespaces(shared: Path) -> No
 
 def test_an_inbox_of_another_user_is_not_in_reach(inbox: DescriptorInbox, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.getuid()
-    monkeypatch.setattr(descriptors.os, "getuid", lambda: own + 1)
+    monkeypatch.setattr(descriptor_inbox.os, "getuid", lambda: own + 1)
     assert inbox_in_reach(inbox.address, None) == ""
 
 
