@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import Counter, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -33,6 +33,7 @@ MOST_TEXTS = 512  # that a node hands on
 KEPT_SHARE = 4  # one page of so many that are free or evictable is kept for one node at most
 MOST_AT_ONCE = 4  # texts that are borrowed
 MOST_WAITING = 512
+MOST_LEAVING = 64  # nodes that leave at a time
 
 
 L = TypeVar("L", bound=CacheLease)
@@ -133,8 +134,7 @@ class KeptTexts(Generic[L]):
         self._waiting: deque[Keep] = deque()
         self._kept: dict[Unit, _Kept[L]] = {}
         self._numbers = itertools.count()
-        self._num_pages: Counter[str] = Counter()  # by epoch of the node that leaves
-        self._limits: dict[str, int] = {}
+        self._room: OrderedDict[str, int] = OrderedDict()  # pages to be kept yet, by epoch of the node that leaves
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._kept
@@ -158,18 +158,19 @@ class KeptTexts(Generic[L]):
     def _begin(self, message: Keep) -> None:
         token_ids, lender = unpack_ids(message.token_ids), message.lender
         epoch = lender.peer.epoch
-        if epoch not in self._limits:
-            self._num_pages.clear()
-            self._limits = {epoch: self._cache.available // KEPT_SHARE}
+        if epoch not in self._room:
+            self._room[epoch] = self._cache.available // KEPT_SHARE
+            while len(self._room) > MOST_LEAVING:
+                self._room.popitem(last=False)
         lease = self._cache.acquire(token_ids, message.cache_salt, lender.num_pages, self._borrower.num_tails)
         num_new = lender.num_pages - len(lease.pages)
-        if num_new <= 0 or self._num_pages[epoch] + num_new > self._limits[epoch] or num_new > self._cache.available:
+        if not 0 < num_new <= min(self._room[epoch], self._cache.available):
             self._cache.release(lease)
             return
         unit = Unit(f"kept-{next(self._numbers)}", 0, 0)
         kept = _Kept(lease, [*lease.pages, *self._cache.take_pages(num_new)])
         if self._borrower.begin(unit, lender, token_ids, kept.pages, lease, lender.num_pages):
-            self._num_pages[epoch] += num_new
+            self._room[epoch] -= num_new
             self._kept[unit] = kept
         else:
             self._cache.release(lease, kept.pages)
