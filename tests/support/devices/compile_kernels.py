@@ -8,7 +8,8 @@ Each kernel is compiled once, with the tiles and types that come first, and 0 is
 ends when the bytes are known, before code of the device is written. KNOWN keeps the bytes of kernels that have been
 compiled, by a digest of all that they depend on: their source and what it calls, types, constants, options and the
 version of Triton. A kernel is compiled if its digest is not there, so a change of a kernel is seen without that file.
-With BATON_WHOLE_MATRIX=1 all are compiled to the end, and the file is checked."""
+With BATON_WHOLE_MATRIX=1 all are compiled to the end, the file is checked, and the descriptors of tensor cores are
+followed to their addresses (descriptors.py)."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from descriptors import lost
 
 IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
 SHARED_BYTES = 227 * 1024  # of a processor of an H100
@@ -94,9 +97,22 @@ def _compile(source: Any, target: Any, options: Mapping[str, int]) -> int:
     from triton import compiler
 
     try:
-        return compiler.compile(source, target=target, options=options).metadata.shared
+        compiled = compiler.compile(source, target=target, options=options)
     except _Enough as enough:
         return enough.args[0]
+    _, lines = lost(disassembled(compiled.asm["cubin"]))
+    assert not lines, f"ptxas has lost descriptors of {source.fn.__name__} with {source.constants}: {lines}"
+    return compiled.metadata.shared
+
+
+def disassembled(cubin: bytes) -> str:
+    """Return the disassembly of a kernel by Triton's nvdisasm. Raises RuntimeError without one."""
+    import triton
+
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        return subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _end_when_bytes_are_known() -> None:
