@@ -51,6 +51,7 @@ case $* in
 "show hostnames host[1-2]") printf 'host1\\nhost2\\n' ;;
 "-o show node host1") echo "NodeName=host1 CoresPerSocket=1 NodeAddr=10.0.0.1 NodeHostName=host1 Port=1" ;;
 "-o show node host2") echo "NodeName=host2 CoresPerSocket=1 NodeAddr=10.0.0.2 NodeHostName=host2 Port=1" ;;
+"-o show job 7") echo "JobId=7 PreemptEligibleTime=2026-11-29T21:56:52 PreemptTime=$PREEMPTED" ;;
 "requeue 7") echo > "$JOB/requeued" ;;
 *) echo "$*" >> "$JOB/unknown" ;;
 esac
@@ -80,7 +81,8 @@ class Job:
             (commands / name).chmod(0o755)
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "host[1-2]", "SLURM_SUBMIT_DIR": str(self.submitted)}
         slurm |= {"SLURM_GPUS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "18", "SLURM_NTASKS": "2"}
-        self.environ = {"PATH": f"{commands}:{os.environ['PATH']}", "JOB": str(self.folder), "REFUSED": "", **slurm}
+        self.environ = {"PATH": f"{commands}:{os.environ['PATH']}", "JOB": str(self.folder), **slurm}
+        self.environ |= {"REFUSED": "", "PREEMPTED": "None"}
         self.process = subprocess.Popen(["bash", str(SCRIPT)], env=self.environ | environ, stdout=subprocess.PIPE)
 
     def wait_for(self, *names: str) -> dict[str, tuple[list[str], list[str]]]:
@@ -94,11 +96,12 @@ class Job:
             steps[path.stem.split(".")[0]] = (json.loads(flags), arguments)
         return steps
 
-    def signal(self, number: int) -> int:
-        """Send a signal to the script, as Slurm does (--signal=B:...), and return the exit status."""
-        while len((self.folder / "running").read_text().split()) < 4:
+    def signal(self, number: int, *, is_for_steps: bool = False) -> int:
+        """Send a signal to the script, as Slurm does (--signal=B:...), or to its four steps. Return the exit status."""
+        while len(pids := (self.folder / "running").read_text().split()) < 4:
             time.sleep(0.02)
-        self.process.send_signal(number)
+        for pid in map(int, pids) if is_for_steps else (self.process.pid,):
+            os.kill(pid, number)
         self.process.communicate(timeout=60)
         assert not (self.folder / "unknown").exists(), (self.folder / "unknown").read_text()
         return self.process.returncode
@@ -111,7 +114,8 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
 
 
 def test_each_step_asks_for_what_its_process_needs_and_baton_reads_its_flags(tmp_path: Path) -> None:
-    job = Job(tmp_path, PREFILL="1", DECODE="2", DECODE_RANKS="2", CPUS="6", DRAIN_S="50", MODEL="/models/m")
+    sizes = {"PREFILL": "1", "DECODE": "2", "DECODE_RANKS": "2", "CPUS": "6", "DRAIN_S": "50"}
+    job = Job(tmp_path, MODEL="/models/m", REQUEUE="1", **sizes)
     steps = job.wait_for("router-0", "prefill-0", "decode-0", "decode-1")
     read = {name: parsed(arguments) for name, (_, arguments) in steps.items()}
     assert read["router-0"]["node_address"] == "tcp://0.0.0.0:5700"
@@ -135,6 +139,13 @@ def test_at_the_end_of_its_time_the_job_drains_and_is_queued_again(tmp_path: Pat
     steps = job.wait_for("router-0", "prefill-0", "decode-0", "decode-1")
     assert all("--gres=none" in flags for flags, _ in steps.values())
     assert job.signal(signal.SIGUSR1) == 0
+    assert (job.folder / "requeued").exists()
+
+
+def test_a_job_that_another_one_preempts_drains_and_is_queued_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, DEVICE="cpu", DECODE="2", REQUEUE="1", PREEMPTED="2026-11-29T22:00:26")
+    job.wait_for("router-0", "prefill-0", "decode-0", "decode-1")
+    assert job.signal(signal.SIGTERM, is_for_steps=True) == 0
     assert (job.folder / "requeued").exists()
 
 
