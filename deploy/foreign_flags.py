@@ -56,6 +56,8 @@ FLAGS = {  # name: a clause that says what to do
     "--no-enable-prefix-caching": "the flag is --no-prefix-cache",
     "--disable-radix-cache": "the flag is --no-prefix-cache",
     "--kv-cache-dtype": "the flag is --kv-dtype fp8",
+    "--mamba-ssm-cache-dtype": "the flag is --state-dtype",
+    "--mamba-ssm-dtype": "the flag is --state-dtype",
     "--enforce-eager": "set BATON_TRITON=0 for plain PyTorch without CUDA graphs",
     "--disable-cuda-graph": "set BATON_TRITON=0 for plain PyTorch without CUDA graphs",
     "--speculative-config": "the flags are --speculative, --draft-model and --draft-steps",

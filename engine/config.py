@@ -17,6 +17,7 @@ SHARING = (  # what to do if nodes on one GPU take each other's memory
 )
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtype = Literal["auto", "fp8"]
+StateDtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,11 @@ class EngineConfig(NodeConfig):
         "auto",
         "fp8: keep keys and values in FP8, of target and draft, with a scale for each token and head, in about half "
         "the memory of 16 bits; auto keeps them in the type that computes with them",
+    )
+    state_dtype: StateDtype = setting(
+        "float32",
+        "keep the recurrent states of layers with a gated delta rule in this type; bfloat16 takes half the memory, and "
+        "rounds a state at the end of each block of tokens",
     )
     page_size: int | None = setting(
         None,

@@ -108,7 +108,8 @@ class Engine:
     ) -> None:
         """`num_pages`: of the first pools, if `resize` makes others later; None: as configured."""
         self.model_dir = resolve_model(config.model)
-        self.model_config = of_files = read_target(self.model_dir, config)
+        of_files = read_target(self.model_dir, config)
+        self.model_config = of_files.with_states(config.state_dtype)
         self.device = choose_device(config.device)
         self.kind = kind_of(self.device)
         self.dtype_name: HiddenDtype = choose_dtype(config.dtype, self.device, self.model_config.checkpoint_dtype)

@@ -52,6 +52,7 @@ SHARED = (
     "--page-size",
     "--dtype",
     "--kv-dtype",
+    "--state-dtype",
     "--quantization",
     "--speculative",
     "--draft-model",

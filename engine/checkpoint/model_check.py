@@ -141,6 +141,7 @@ def check_config(config: EngineConfig) -> None:
     model = read_model_config(model_dir)
     chosen(model.quantization, config.quantization)
     longest_context(config, model)
+    model = model.with_states(config.state_dtype)
     model.pool("float32", config.kv_dtype, model.page_size(config.page_size))
     check_shares(model, config.num_ranks, model.architecture, has_all_heads=config.dp_attention > 1)
 

@@ -10,7 +10,7 @@ from ...kernels.formats import ALIGNMENT, SCALE_BYTES, SwigluClamp, update_width
 from ...metadata.errors import ConfigError
 from ...metadata.handoff.schema.kv_layout import pool_of
 from ...metadata.wire.node_info import FurtherPool, KvPlane, PoolLayout
-from ..config import KvDtype
+from ..config import KvDtype, StateDtype
 from .quantization import Quantization
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ class DeltaConfig:
     num_taps: int  # rows that a convolution reads
     decay_dim: int = 1  # numbers by which a state decays: 1, or `key_dim`
     longest_path: int = 0  # tokens that a tree of drafts may bring at once; 0: drafts are chains
+    state_dtype: StateDtype = "float32"  # of states in pages
 
     @property
     def num_shared(self) -> int:
@@ -213,7 +214,7 @@ class DeltaConfig:
         pools = (
             Further(DELTA_ROWS, self.layers, width, heads),
             Further(DELTA_UPDATES, self.layers, updates, heads, "float32"),
-            Further(DELTA_STATES, self.layers, state, heads, "float32", per_block=True),
+            Further(DELTA_STATES, self.layers, state, heads, self.state_dtype, per_block=True),
         )
         reach = {"num_read": self.num_taps - 1, "longest_path": self.longest_path}
         return tuple(replace(each, is_tail=True, **reach) for each in pools)
@@ -326,6 +327,8 @@ class ModelConfig:
         """The reason, in words, why drafts must be chains; None if they may be trees."""
         if self.compressed is not None:
             return "makes entries by position, and tokens of a tree share positions"
+        if self.delta is not None and self.delta.state_dtype != "float32":
+            return f"keeps states in {self.delta.state_dtype}, and paths of a tree pass edges before states are rounded"
         return None
 
     @property
@@ -426,6 +429,18 @@ class ModelConfig:
         if self.delta is None:
             return self
         delta = replace(self.delta, longest_path=longest_path)
+        return replace(self, delta=delta, further=delta.further)
+
+    def with_states(self, dtype: StateDtype) -> ModelConfig:
+        """Return the configuration with recurrent states in `dtype`. Raises ConfigError if the model has none, and they
+        are asked for."""
+        if self.delta is None:
+            if dtype != "float32":
+                raise ConfigError(
+                    f"state_dtype is {dtype}, but {self.architecture} has no recurrent states; leave --state-dtype out"
+                )
+            return self
+        delta = replace(self.delta, state_dtype=dtype)
         return replace(self, delta=delta, further=delta.further)
 
     def by_window(self) -> tuple[ModelConfig, ModelConfig]:
@@ -530,10 +545,11 @@ class ModelConfig:
 
     def rounds_coarsely(self, dtype: HiddenDtype, kv_dtype: KvDtype = "auto") -> bool:
         """Return whether a difference of the last bit of `dtype` may become a much larger one: by the choice of another
-        expert, or of another of two FP8 numbers."""
+        expert, of another of two FP8 numbers, or of two numbers of a state in bfloat16."""
         if self.quantization is not None and self.quantization.rounding != "none":
             return True
-        return kv_dtype == "fp8" or (self.experts is not None and dtype != "float32")
+        has_short_states = self.delta is not None and self.delta.state_dtype != "float32"
+        return kv_dtype == "fp8" or (has_short_states if dtype == "float32" else self.experts is not None)
 
     @property
     def layer_products(self) -> int:

@@ -137,7 +137,7 @@ class DeltaNet:
         """Return the state at `edge`, the end of a block; zeros at the start of the text."""
         shape = self.weights.state_shape
         if edge == 0:
-            return torch.zeros(shape, device=pages.device)
+            return torch.zeros(shape, dtype=pools.pools[DELTA_STATES].dtype, device=pages.device)
         divided = pools.read(DELTA_STATES, self.place, pages, edge - block, edge).transpose(0, 1).flatten(1)
         return divided[:, : shape[1] * shape[2] * shape[3]].reshape(shape)
 

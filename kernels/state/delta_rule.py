@@ -17,6 +17,9 @@ A row depends only on the rows before it. Blocks begin at multiples of B, and an
 So every product has one shape, and the numbers of a token are equal bit for bit, however a text is divided into
 chunks and steps. States exist only at the ends of whole blocks.
 
+A state is kept in float32 or bfloat16, and all else is float32. In bfloat16 a state is rounded once per block, when it
+is kept. The next block starts from the rounded state, as a chunk that begins there does.
+
 A tree of drafts behind the rows of a block is computed by the same system: P_ij is 0 if row j is no ancestor of row i,
 and G_i is the sum of the decays along the path to row i.
 
@@ -77,14 +80,14 @@ class DeltaOutputs(NamedTuple):
 
     outputs: Tensor  # [num, num_value_heads, value_dim] float32
     updates: Tensor  # [num, num_key_heads, update_width] float32: U of the value heads, k, G of the value heads, zeros
-    states: list[Tensor]  # after the whole blocks, each as the state before
+    states: list[Tensor]  # after the whole blocks, each of the shape and type of the state before
 
 
 def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: int) -> DeltaOutputs:
     """Return the outputs and updates of rows, and the states after the whole blocks among them.
 
     `rows` [num_rows, num_key_heads, 2 * key_dim + num_shared * (value_dim + 1 + decay_dim)] begin `num_before` rows
-    before a block, zeros before the text. `state` is float32 of `state_shape`, the state at that block."""
+    before a block, zeros before the text. `state` of `state_shape`, float32 or bfloat16, is the state at that block."""
     _check(rows, state, weights)
     num_before, outputs, updates, states = weights.num_before, list[Tensor](), list[Tensor](), list[Tensor]()
     sources = [slice(tap, tap + block) for tap in range(num_before + 1)]
@@ -99,7 +102,8 @@ def gated_delta_rule(rows: Tensor, state: Tensor, weights: DeltaWeights, block: 
         updates.append(_kept(update, own.k, decay, weights)[:num_new])
         if num_new == block:
             last = decay[:, :, -1:]
-            state = last.exp().transpose(2, 3) * state + ((last - decay).exp() * own.k).transpose(2, 3) @ update
+            added = ((last - decay).exp() * own.k).transpose(2, 3) @ update
+            state = (last.exp().transpose(2, 3) * state.float() + added).to(state.dtype)
             states.append(state)
     return DeltaOutputs(torch.cat(outputs), torch.cat(updates), states)
 
@@ -144,7 +148,8 @@ class _Inputs(NamedTuple):
 
 def _check(rows: Tensor, state: Tensor, weights: DeltaWeights) -> None:
     assert rows.shape[1:] == (len(weights.taps), weights.width), (rows.shape, weights.width)
-    assert state.shape == weights.state_shape and state.dtype == torch.float32, (state.shape, state.dtype)
+    assert state.shape == weights.state_shape, (state.shape, weights.state_shape)
+    assert state.dtype in (torch.float32, torch.bfloat16), state.dtype
 
 
 def _inputs(rows: Tensor, weights: DeltaWeights, sources: Sequence[slice | Tensor]) -> _Inputs:
@@ -167,7 +172,7 @@ def _inputs(rows: Tensor, weights: DeltaWeights, sources: Sequence[slice | Tenso
 def _compute(inputs: _Inputs, decay: Tensor, is_seen: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs and updates of rows behind `state`, each like `v`. `decay` is G of each row, the sum of the
     steps that it sees. `is_seen` [num_rows, num_rows] bool: row i sees row j, no later one."""
-    q, k, v, beta, _ = inputs
+    (q, k, v, beta, _), state = inputs, state.float()
     system = beta * _decayed_products(k, k, decay, is_seen)
     known = beta * (v - (decay.exp() * k) @ state)
     update = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)

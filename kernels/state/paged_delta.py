@@ -47,8 +47,8 @@ class DeltaPools(NamedTuple):
     """The pools of one layer, whose pages are tail pages."""
 
     rows: Tensor  # [num_pages, 1, num_key_heads, page_size, width of a row]
-    updates: Tensor  # [num_pages, 1, num_key_heads, page_size, num_shared * value_dim] float32
-    states: Tensor  # [num_pages, 1, num_key_heads, page_size, part of a state] float32
+    updates: Tensor  # [num_pages, 1, num_key_heads, page_size, `DeltaWeights.update_width`] float32
+    states: Tensor  # [num_pages, 1, num_key_heads, page_size, part of a state] float32 or bfloat16
 
 
 class DeltaBlocks(NamedTuple):

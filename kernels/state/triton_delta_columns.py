@@ -17,15 +17,16 @@ def state_columns(
     state_ptr, has_state, shared, columns, is_column, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return some columns of a state in two pieces [ROWS, BLOCK_V], so that their rows are spread over threads as those
-    of updates are. The second one is the first one if a key has no more than ROWS numbers."""
+    """Return some columns of a state in two pieces [ROWS, BLOCK_V] float32, so that their rows are spread over threads
+    as those of updates are. The second one is the first one if a key has no more than ROWS numbers."""
     dims = tl.arange(0, ROWS)
     state_ptr += (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
     is_in = is_column[None, :] & has_state
-    low = tl.load(state_ptr, mask=(dims < KEY_DIM)[:, None] & is_in, other=0.0)
+    low = tl.load(state_ptr, mask=(dims < KEY_DIM)[:, None] & is_in, other=0.0).to(tl.float32)
     high = low
     if KEY_DIM > ROWS:
-        high = tl.load(state_ptr + ROWS * VALUE_DIM, mask=(dims + ROWS < KEY_DIM)[:, None] & is_in, other=0.0)
+        is_high = (dims + ROWS < KEY_DIM)[:, None] & is_in
+        high = tl.load(state_ptr + ROWS * VALUE_DIM, mask=is_high, other=0.0).to(tl.float32)
     return low, high
 
 
@@ -101,7 +102,8 @@ def advance(
     is_dim = dims < KEY_DIM
     is_state = is_dim[:, None] & is_column[None, :]
     numbers = (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
-    state = tl.load(states_ptr + before * STATE_PART + numbers, mask=is_state & has_state, other=0.0)
+    old_ptr = states_ptr + before * STATE_PART + numbers
+    state = tl.load(old_ptr, mask=is_state & has_state, other=0.0).to(tl.float32)
     keys_ptr = updates_ptr + SHARED * VALUE_DIM + dims
     decays_ptr = updates_ptr + SHARED * VALUE_DIM + KEY_DIM
     if DECAY_DIM == 1:
@@ -123,4 +125,4 @@ def advance(
         at = updates_ptr + own[:, None] + (shared * VALUE_DIM + columns)[None, :]
         update = tl.load(at, mask=is_row[:, None] & is_column[None, :], other=0.0)
         state = tl.dot(keys, update, state, input_precision="tf32x3")
-    tl.store(states_ptr + place * STATE_PART + numbers, state, mask=is_state)
+    tl.store(states_ptr + place * STATE_PART + numbers, state.to(states_ptr.dtype.element_ty), mask=is_state)

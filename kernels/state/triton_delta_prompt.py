@@ -364,7 +364,7 @@ def _joined(system):
 @triton.jit(do_not_specialize=("table_stride",))
 def _pass_kernel(
     updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
-    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
+    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32 or bfloat16, written
     k_ptr,  # [num_blocks, BLOCK, HEADS, KEY_DIM]
     values_ptr,  # [num_blocks, BLOCK, HEADS * SHARED, VALUE_DIM], U0 is replaced by U
     w_ptr,  # [num_blocks, BLOCK, HEADS * SHARED, KEY_DIM]
@@ -406,7 +406,8 @@ def _pass_kernel(
     has_state = (begin > 0) & (start < stop)
     place = places(begin - BLOCK, has_state, pages_ptr, head, HEADS, PAGE_SIZE)
     is_kept = is_state & has_state
-    state = tl.load(states_ptr + place * STATE_PART + numbers_of_state, mask=is_kept, other=0.0) * SCALE
+    old_ptr = states_ptr + place * STATE_PART + numbers_of_state
+    state = tl.load(old_ptr, mask=is_kept, other=0.0).to(tl.float32) * SCALE
     for edge in range(begin, tl.where(start < stop, stop, begin), BLOCK):
         is_value = ((row < BLOCK) & (edge + row < stop))[:, None] & is_column[None, :]
         of_head, own = block * (HEADS * SHARED) + value_head, (block * BLOCK + row)[:, None]
@@ -430,14 +431,17 @@ def _pass_kernel(
         at = (place + row)[:, None] * UPDATE_WIDTH + shared * VALUE_DIM + columns[None, :]
         tl.store(updates_ptr + at, u * (1 / SCALE), mask=is_value & (KEEP or edge + BLOCK > stop))
         is_kept = is_state & (edge + BLOCK <= stop)
-        tl.store(states_ptr + place * STATE_PART + numbers_of_state, state * (1 / SCALE), mask=is_kept)
+        kept = (state * (1 / SCALE)).to(states_ptr.dtype.element_ty)
+        tl.store(states_ptr + place * STATE_PART + numbers_of_state, kept, mask=is_kept)
+        if states_ptr.dtype.element_ty != tl.float32:  # go on as a chunk that begins here does
+            state = kept.to(tl.float32) * SCALE
         block += 1
 
 
 @triton.jit(do_not_specialize=("table_stride",))
 def _outputs_kernel(
     out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
-    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32
+    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32 or bfloat16
     q_ptr,  # [num_blocks, BLOCK, HEADS, KEY_DIM]
     values_ptr,  # [num_blocks, BLOCK, HEADS * SHARED, VALUE_DIM], U
     pairs_ptr,  # [num_blocks, HEADS * SHARED, BLOCK, BLOCK]
@@ -475,7 +479,8 @@ def _outputs_kernel(
         is_dim, slots, of_head = dims < KEY_DIM, edge + row, block * (HEADS * SHARED) + value_head
         place = places(edge - BLOCK, edge > 0, table_ptr + seq * table_stride, head, HEADS, PAGE_SIZE)
         at = place * STATE_PART + (shared * KEY_DIM + dims)[:, None] * VALUE_DIM + columns[None, :]
-        state = tl.load(states_ptr + at, mask=is_dim[:, None] & is_column & (edge > 0), other=0.0) * SCALE
+        is_state = is_dim[:, None] & is_column & (edge > 0)
+        state = tl.load(states_ptr + at, mask=is_state, other=0.0).to(tl.float32) * SCALE
         at = ((block * BLOCK + row) * HEADS + head)[:, None] * KEY_DIM + dims[None, :]
         q = tl.load(q_ptr + at, mask=is_row & is_dim[None, :], other=0.0)
         at = of_head * (BLOCK * BLOCK) + row[:, None] * BLOCK + row[None, :]

@@ -286,7 +286,7 @@ def _round_kernel(
     out_ptr,  # [num_tokens, HEADS * SHARED, VALUE_DIM], written
     rows_ptr,  # [num_pages, HEADS, PAGE_SIZE, 2 * KEY_DIM + SHARED * (VALUE_DIM + 1 + DECAY_DIM)], written
     updates_ptr,  # [num_pages, HEADS, PAGE_SIZE, UPDATE_WIDTH] float32, written
-    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32, written
+    states_ptr,  # [num_pages, HEADS, PAGE_SIZE, STATE_PART] float32 or bfloat16, written
     vectors_ptr,  # [num_tokens, HEADS, 2, KEY_DIM] float32
     products_ptr,  # [num_tokens, HEADS, 2, BLOCK] float32
     steps_ptr,  # [num_tokens, HEADS * SHARED, 2] float32

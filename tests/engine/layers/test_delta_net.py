@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.attention.pool_rows import PoolRows
 from baton.engine.checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DeltaConfig
+from baton.engine.layers import delta_net
 from baton.engine.layers.delta_net import DeltaNet
 from baton.engine.products.linear import Linear
 from baton.engine.rounds.batch import ForwardBatch, MixedBatch
@@ -28,6 +29,7 @@ from baton.kernels.state.trees import ancestry, move_slots_
 # 16 values: torch computes numbers that fill no vector of the processor by other instructions, which round otherwise
 DELTA = DeltaConfig((0, 2), num_key_heads=2, num_value_heads=6, key_dim=12, value_dim=16, num_taps=4)
 BY_CHANNEL = replace(DELTA, decay_dim=DELTA.key_dim)
+SHORT = replace(DELTA, state_dtype="bfloat16")
 NUM_TOKENS = 150
 
 
@@ -65,7 +67,11 @@ class Text:
         num_pages = NUM_TOKENS // page_size + 4
         self.pages = random.Random(0).sample(range(1, num_pages), num_pages - 1)
         self.pools = {
-            each.name: torch.full((2, num_pages, 1, each.num_heads, page_size, each.row_width(page_size)), torch.nan)
+            each.name: torch.full(
+                (2, num_pages, 1, each.num_heads, page_size, each.row_width(page_size)),
+                torch.nan,
+                dtype=torch.bfloat16 if each.dtype == "bfloat16" else torch.float32,
+            )
             for each in delta.further
         }
 
@@ -88,7 +94,7 @@ def hidden_states(seed: int = 3, num_tokens: int = NUM_TOKENS, delta: DeltaConfi
     return torch.randn(num_tokens, width(delta), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("page_size", "delta"), [(4, DELTA), (24, DELTA), (64, BY_CHANNEL), (128, DELTA)])
+@pytest.mark.parametrize(("page_size", "delta"), [(4, DELTA), (24, DELTA), (64, BY_CHANNEL), (128, DELTA), (4, SHORT)])
 def test_no_division_of_a_text_changes_a_bit(page_size: int, delta: DeltaConfig) -> None:
     hidden = hidden_states(delta=delta)
     whole = Text(page_size, delta)
@@ -100,6 +106,19 @@ def test_no_division_of_a_text_changes_a_bit(page_size: int, delta: DeltaConfig)
         for name, pool in text.pools.items():
             assert torch.equal(pool.nan_to_num(), whole.pools[name].nan_to_num()), (name, chunks)
     assert all(pool[0].isnan().all() for pool in whole.pools.values())  # that is another layer's
+
+
+def test_a_state_that_is_rounded_for_its_page_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The defect: within a chunk the next block starts from the state before it is rounded to bfloat16."""
+    rule = delta_net.gated_delta_rule
+
+    def late(rows: Tensor, state: Tensor, *rest: Any) -> Any:
+        made = rule(rows, state.float(), *rest)
+        return made._replace(states=[each.to(state.dtype) for each in made.states])
+
+    monkeypatch.setattr(delta_net, "gated_delta_rule", late)
+    with pytest.raises(AssertionError):
+        test_no_division_of_a_text_changes_a_bit(4, SHORT)
 
 
 def test_a_rejected_draft_changes_no_bit() -> None:

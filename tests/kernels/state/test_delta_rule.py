@@ -74,6 +74,25 @@ def test_state_at_an_edge_and_rows_since_are_the_whole_bit_for_bit(length: int, 
         assert all(map(torch.equal, after, states[index:]))
 
 
+def test_states_in_bfloat16_lose_less_at_edges_than_at_every_token() -> None:
+    """Rounding to 8 significant bits moves a number by at most 2^-8 of itself. A block leaves of a state, and so of its
+    error, no more than its decay. So errors are at most 2^-8 / (1 - decay) of the longest state, and those of outputs
+    smaller by sqrt(key_dim). Blocks of one token round after every token."""
+    rows, own = rows_of(1024), weights()
+    own.a_log.sub_(3.5)  # states decay slowly
+    exact = gated_delta_rule(rows, torch.zeros(own.state_shape), own, 64)
+    start = torch.zeros(own.state_shape, dtype=torch.bfloat16)
+    edges, tokens = gated_delta_rule(rows, start, own, 64), gated_delta_rule(rows, start, own, 1)
+    assert {each.dtype for each in edges.states} == {torch.bfloat16} and edges.outputs.dtype == torch.float32
+    first = NUM_SHARED * VALUE_DIM + KEY_DIM
+    decay = exact.updates[63::64, :, first : first + NUM_SHARED].exp().amax(0)  # of a block, the largest
+    longest = torch.stack(edges.states).float().flatten(3).norm(dim=3).amax(0)
+    bound = 2.0**-8 * longest / (1 - decay) * KEY_DIM**-0.5
+    lost, lost_by_token = edges.outputs - exact.outputs, tokens.outputs - exact.outputs
+    assert (lost.abs().amax((0, 2)) <= bound.flatten()).all(), (lost.abs().amax((0, 2)), bound)
+    assert 0 < 4 * lost.norm() < lost_by_token.norm()
+
+
 def test_later_rows_do_not_touch_earlier_ones() -> None:
     own, rows = weights(), rows_of(70)
     whole, *_ = gated_delta_rule(rows, torch.zeros(own.state_shape), own, 64)

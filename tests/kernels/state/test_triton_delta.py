@@ -32,11 +32,13 @@ class Sizes(NamedTuple):
     page_size: int = 32
     decay_dim: int = 1
     dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
 
     @property
     def tolerance(self) -> dict[str, float]:
         """How far outputs and updates may be from the reference, whose sums and factors are float32."""
-        return {"atol": 2e-5, "rtol": 1e-5} if self.dtype == torch.float32 else {"atol": 2e-2, "rtol": 1e-2}
+        is_exact = self.dtype == self.state_dtype == torch.float32
+        return {"atol": 2e-5, "rtol": 1e-5} if is_exact else {"atol": 2e-2, "rtol": 1e-2}
 
     @property
     def block(self) -> int:
@@ -70,7 +72,8 @@ class Sizes(NamedTuple):
         rows = self.rows(inputs)
         rows = torch.cat([rows.new_zeros(TAPS - 1, *rows.shape[1:]), rows])
         own = self.weights()
-        return gated_delta_rule(rows, torch.zeros(own.state_shape, device=DEVICE), own, self.block)
+        start = torch.zeros(own.state_shape, dtype=self.state_dtype, device=DEVICE)
+        return gated_delta_rule(rows, start, own, self.block)
 
 
 class Texts:
@@ -87,7 +90,7 @@ class Texts:
         widths = self.weights.width, self.weights.update_width, part
         shape = num_seqs * per_seq + 1, 1, heads, page_size
         rows, *others = (torch.full((*shape, width), torch.nan, device=DEVICE) for width in widths)
-        self.pools = DeltaPools(rows.to(sizes.dtype), *others)
+        self.pools = DeltaPools(rows.to(sizes.dtype), others[0], others[1].to(sizes.state_dtype))
 
     def run(self, spans: Sequence[tuple[int, int]], *, is_round: bool, is_alone: bool = True) -> None:
         """Compute a span of each sequence and compare."""
@@ -206,6 +209,28 @@ def test_factors_of_16_bits_stay_near(decay_dim: int, page_size: int) -> None:
     text.run([(first, first + 5)], is_round=True)
     text.run([(first + 5, page_size + 12)], is_round=False)
     text.check(0, page_size + 12)
+
+
+@pytest.mark.parametrize("decay_dim", [1, pytest.param(12, marks=pytest.mark.whole)])
+def test_states_in_bfloat16_are_rounded_at_edges_alone(decay_dim: int) -> None:
+    """A prompt in one forward, in chunks that end at edges and elsewhere, and rounds over edges: all start a block from
+    the state that is kept. The interpreter rounds towards zero, the reference to the nearest number."""
+    num_shared = 2 if decay_dim == 1 else 1
+    sizes = Sizes(num_shared=num_shared, decay_dim=decay_dim, page_size=16, state_dtype=torch.bfloat16)
+    text, whole = Texts(sizes, 40), Texts(sizes, 40)
+    start = 0
+    for stop in (16, 21, 40):
+        text.run([(start, stop)], is_round=False)
+        start = stop
+    whole.run([(0, 40)], is_round=False)
+    assert torch.equal(text.pools.states.nan_to_num(), whole.pools.states.nan_to_num())
+    assert text.pools.states.dtype == torch.bfloat16
+    text.check(0, 40)
+    rounds = Texts(sizes, 40)
+    rounds.run([(0, 12)], is_round=False)
+    for start in range(12, 40, 7):
+        rounds.run([(start, start + 7)], is_round=True)
+    rounds.check(0, 40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -376,10 +376,12 @@ def _delta() -> None:
         constants |= {"NEW": 16, "SINGLE": False}
         kernel, launch = triton_delta_round._round_kernel, {"num_stages": 1}
         launch |= {"maxnreg": triton_delta_round.REGISTERS_OF_STATE[1]}
-        print(f"round{words}", compiled_bytes(kernel, constants, types, num_warps=num_warps, **launch))
+        for states, kind in (("*fp32", ""), ("*bf16", " of short states")):
+            own = types | {"states": states}
+            print(f"round{words}{kind}", compiled_bytes(kernel, constants, own, num_warps=num_warps, **launch))
         of_blocks = {**sizes, "ROWS": 64}
-        for kept, scale in (("*fp16", 1 / 16), ("*fp32", 1.0)):
-            own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept)
+        for kept, scale, states in (("*fp16", 1 / 16, "*fp32"), ("*fp32", 1.0, "*bf16")):
+            own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept) | {"states": states}
             of_states = {**of_blocks, "STATE_PART": 256 * shared, "SCALE": scale}
             prompt = {"convolve": {**sizes, **of_inputs, "BLOCK_V": 128, "SCALE": scale, "KEEP": False}}
             if decay_dim == 1:
