@@ -47,7 +47,7 @@ ENGINE_READS = {
     *(
         f"baton.metadata.handoff.{name}"
         for name in (
-            "descriptors",
+            "descriptor_inbox",
             "memory",
             "pages",
             "ranks.orders",
