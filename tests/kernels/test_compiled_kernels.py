@@ -23,6 +23,8 @@ NUM_KERNELS = {
     "picks": 7,
     "delta": 33,
     "entries": 4,
+    "small_heads": 8,
+    "small_states": 12,
 }
 NUM_KERNELS["fp8_pages"] = 16 if IS_WHOLE else 12
 

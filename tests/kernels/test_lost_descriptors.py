@@ -70,7 +70,7 @@ def test_addresses_are_followed_through_the_stack_swaps_and_loops() -> None:
     assert lost(LOOP) == (2, [])
     for right, wrong in (
         ("STL [R1+0x10], R2", "STL [R1+0x14], R2"),
-        ("IADD3 R3, R3, 0x80", "IADD3 R3, R4, 0x80"),
+        ("IADD3 R3, R3, 0x80, RZ", "IADD3 R3, R4, 0x80, RZ"),
         ("@P0 BRA", "LDG.E R3, desc[UR8][R8.64] ;\n/*00d8*/ @P0 BRA"),
         ("R2UR UR7, R3", "@P1 R2UR UR7, R3"),
     ):

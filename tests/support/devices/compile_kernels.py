@@ -1,6 +1,6 @@
 """Compile kernels for a GPU that is not there: `python compile_kernels.py latents`, `picks`, `fp8`, `routes`,
-`experts`, `fp8_pages`, `delta` or `entries`, or several. `python compile_kernels.py --write` compiles all, and writes
-KNOWN.
+`experts`, `fp8_pages`, `delta`, `entries`, `small_heads` or `small_states`, or several. `python compile_kernels.py
+--write` compiles all, and writes KNOWN.
 
 Triton's interpreter takes programs that its compiler refuses. A process of its own is needed, because a process has
 either the interpreter or the compiler. Prints a line per kernel: its name, and the bytes of shared memory it needs.
@@ -418,6 +418,61 @@ def _entries() -> None:
     print("store", compiled_bytes(triton_sums._store_kernel, constants, types, num_warps=4))
 
 
+def _small_heads() -> None:
+    """Kernels with heads so small that rows in shared memory have 32 or 64 bytes (descriptors.py)."""
+    from baton.kernels.attention import triton_attention, triton_expanded, triton_extend, triton_latents
+    from baton.kernels.attention.triton_attention import stages_that_fit, tile_keys
+
+    for dim in (16, 32):
+        q = torch.empty(1, 8, dim, dtype=torch.bfloat16, device="meta")
+        tiles = {"NUM_KV_HEADS": 2, "GROUP": 4, "PAGE_SIZE": 16, "HEAD_DIM": dim, "VALUE_DIM": dim, "BLOCK": 16 * dim}
+        tiles |= {"BLOCK_N": tile_keys(q), "BLOCK_D": dim, "HAS_WINDOW": False, "scales_ptr": None, "v_ptr": None}
+        launch = {"num_warps": 8, "num_stages": 3, "maxnreg": triton_extend._MAX_REGISTERS}
+        chunk = tiles | {"BLOCK_M": 128, "SEQS": 32}
+        print(f"chunk {dim}", compiled_bytes(triton_extend._extend_kernel, chunk, **launch))
+        launch = {"num_warps": 4, "num_stages": stages_that_fit(q, tile_keys(q), 3)}
+        tree = tiles | dict.fromkeys(("IS_TREE", "HAS_PARTS", "HAS_HIDDEN", "DEPENDENT"), True)
+        tree |= {"BLOCK_M": 64, "MIN_SPLIT": 256}
+        print(f"tree {dim}", compiled_bytes(triton_attention._decode_kernel, tree, **launch))
+        types = _TYPES | {"key_starts": "*i32", "offsets": "*i32", "lse": "*fp32", "out": "*fp32"}
+        prompt = {"NUM_HEADS": 4, "PLAIN_DIM": dim, "ROPE_DIM": dim // 2, "VALUE_DIM": dim, "BLOCK_P": dim}
+        prompt |= {"BLOCK_R": 16, "BLOCK_V": dim, "BLOCK_M": 128, "BLOCK_N": 64, "SEQS": 32}
+        launch = {"num_warps": 8, "num_stages": 3}
+        print(f"prompt {dim}", compiled_bytes(triton_expanded._expanded_kernel, prompt, types, **launch))
+        few = {"RANK": 2 * dim, "ROTARY_DIM": dim, "BLOCK_D": 2 * dim, "BLOCK_R": dim, "GROUP": 16, "PAGE_SIZE": 16}
+        few |= {
+            "BLOCK_M": 16,
+            "BLOCK_N": 64,
+            "IS_TREE": True,
+            "HAS_HIDDEN": True,
+            "KEYS_FIRST": True,
+            "DEPENDENT": True,
+        }
+        launch = {"num_warps": 4, "num_stages": 2}
+        print(f"latents {dim}", compiled_bytes(triton_latents._decode_kernel, few, **launch))
+
+
+def _small_states() -> None:
+    """Prompts of the delta rule with heads of 12 and 10 numbers."""
+    from baton.kernels.state import triton_delta_pairs, triton_delta_prompt
+
+    kinds = dict.fromkeys(("updates", "states", "a_log", "dt_bias", "decays"), "*fp32")
+    types = _TYPES | kinds | dict.fromkeys((*"qkw", "values", "pairs", "system"), "*fp16")
+    types |= dict.fromkeys(("stops", "block_seqs", "block_edges"), "*i32")
+    for block, decay_dim in ((64, 1), (64, 12), (128, 1)):
+        sizes = {"HEADS": 4, "SHARED": 2 if decay_dim == 1 else 1, "KEY_DIM": 12, "VALUE_DIM": 10, "BLOCK": block}
+        sizes |= {"DECAY_DIM": decay_dim, "PAGE_SIZE": block, "ROWS": block, "UPDATE_WIDTH": 64, "BLOCK_K": 16}
+        states = sizes | {"STATE_PART": 128, "SCALE": 1 / 16, "BLOCK_V": 16}
+        wide = triton_delta_prompt._FEWEST
+        of_kernels = {"solve": sizes | {"BLOCK_K": wide, "BLOCK_V": wide}, "pass": states | {"KEEP": False}}
+        of_kernels["outputs"] = {name: value for name, value in states.items() if name != "UPDATE_WIDTH"}
+        of_kernels |= {"pairs": sizes | {"KEEP": False}} if decay_dim == 1 else {"channel_pairs": sizes}
+        for name, constants in of_kernels.items():
+            kernel = getattr(triton_delta_pairs if "pairs" in name else triton_delta_prompt, f"_{name}_kernel")
+            launch = {"num_warps": 4} | ({"num_stages": 3} if name == "pass" else {})
+            print(f"{name} {block} {decay_dim}", compiled_bytes(kernel, constants, types, **launch))
+
+
 def _check_known() -> None:
     """Check the bytes in KNOWN. A kernel that has changed since is not there."""
     wrong = {name: known for name, known in _known().items() if _found.get(name, known) != known}
@@ -429,6 +484,7 @@ def main(arguments: list[str]) -> None:
         _end_when_bytes_are_known()
     groups = {"latents": _latents, "picks": _picks, "fp8": _fp8, "routes": _routes, "experts": _experts}
     groups |= {"fp8_pages": _fp8_pages, "delta": _delta, "entries": _entries}
+    groups |= {"small_heads": _small_heads, "small_states": _small_states}
     for group in groups if arguments == ["--write"] else arguments:
         groups[group]()
     if IS_WHOLE:

@@ -50,7 +50,7 @@ def lost(disassembly: str) -> tuple[int, list[str]]:
     lines = []
     for at, low in words:
         address, constant = found[at, f"UR{low}"], found[at, f"UR{low + 1}"]
-        if not address.is_shared or address.sources - {"SR_CgaCtaId", "SR_TID"} or constant.sources:
+        if not address.is_shared or constant.sources:
             sources = f"UR{low} of {sorted(address.sources)}, UR{low + 1} of {sorted(constant.sources)}"
             lines.append(f"{flow.code[at].name} {', '.join(flow.code[at].operands)}: {sources}")
     return len(words), lines
