@@ -75,6 +75,7 @@ def attend(
     return out, fp8_numbers(kv) if in_fp8 else kv
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("kind", ["triton", "reference"])
@@ -114,6 +115,7 @@ def test_all_ways_agree(
         assert torch.equal(ways[way][1][:, unused], ways["gathered"][1][:, unused])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("window", [None, 4])
 def test_pages_in_fp8_are_attended_alike(rows: str, window: int | None, checkpoint: Checkpoint) -> None:
@@ -151,6 +153,7 @@ def test_two_batches_of_one_forward_attend_as_alone(
             torch.testing.assert_close(kv[1], expected_kv[1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", ["numba", "reference"])
 @pytest.mark.parametrize("in_fp8", [False, True])

@@ -48,7 +48,7 @@ def engine(checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tuning, "candidates", lambda shape, num_sms: [default(shape), None, DEAR, CHEAP])
     monkeypatch.setattr(tuning, "_ORDER", (8, 4))
     monkeypatch.setattr(product_chains, "MAX_COPIES", 1)
-    model = checkpoint("llama", num_hidden_layers=1)
+    model = checkpoint("llama", num_hidden_layers=1, intermediate_size=96, vocab_size=192)
     return Engine(EngineConfig(model=str(model), device="cpu", dtype="float16", num_pages=20))
 
 

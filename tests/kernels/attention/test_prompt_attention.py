@@ -74,7 +74,11 @@ def test_a_forward_is_the_same_with_it_and_without(
 ) -> None:
     """Prompts cut into what it takes and a rest, beside chunks that begin later. Pages in FP8 hold what it sees."""
     settings = {"dtype": "float32", "kv_dtype": kv_dtype, "page_size": 4, "num_pages": 40}
-    config = EngineConfig(model=str(checkpoint("qwen3", num_hidden_layers=1)), device=DEVICE, **settings)
+    config = EngineConfig(
+        model=str(checkpoint("qwen3", num_hidden_layers=1, hidden_size=32, intermediate_size=32)),
+        device=DEVICE,
+        **settings,
+    )
     outputs: list[torch.Tensor] = []
     for serves in (False, True):
         monkeypatch.setattr(prompt_attention, "serves", lambda *_, is_served=serves: is_served)

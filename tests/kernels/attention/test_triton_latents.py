@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from thinned import thinned
+from thinned import is_whole, thinned
 from triton_device import DEVICE
 
 pytest.importorskip("triton")
@@ -69,12 +69,15 @@ def test_sequences_of_any_lengths(
 ) -> None:
     case = case_of(query_lens, seq_lens, num_heads, page_size=page_size, dtype=dtype)
     check(case, attend(case))
-    check(case, attend(case, block_n=64, keys_first=True))
-    check(case, attend(case, ragged_plan_of(case)))
     check(case, attend(case, ragged_plan_of(case), keys_first=True))
+    if is_whole():
+        check(case, attend(case, block_n=64, keys_first=True))
+        check(case, attend(case, ragged_plan_of(case)))
 
 
-@pytest.mark.parametrize(("tree_before", "query_len", "block_n"), [(0, 7, 32), (3, 7, 16), (70, 30, 16)])
+@pytest.mark.parametrize(
+    ("tree_before", "query_len", "block_n"), thinned([(0, 7, 32), (3, 7, 16), (70, 30, 16)], lambda i, *_: i > 0)
+)
 def test_trees(tree_before: int, query_len: int, block_n: int) -> None:
     case = case_of((query_len,) * 2, (query_len + 2, 120), 3, page_size=4, tree_before=tree_before)
     for keys_first in (False, True):
@@ -96,7 +99,7 @@ def test_programs_share_the_keys_of_a_long_sequence(
     query_lens: tuple[int, ...], num_slots: int, is_ragged: bool
 ) -> None:
     """The last program of a tile combines its parts, or a launch of its own does."""
-    case = case_of(query_lens, (9, 1500, 700), 4)
+    case = case_of(query_lens, (9, 900, 400), 4)
     chosen = LatentTiles.choose(case.q, 3)._replace(num_slots=num_slots)
     plan = ragged_plan_of(case) if is_ragged else plan_of(case)
     outs = [latent_attention(case.q, case.kv, plan, RANK, SCALE, chosen) for _ in range(2)]  # two layers
@@ -147,7 +150,7 @@ def test_a_number_that_is_none_spoils_only_rows_that_see_it(dim: int, number: fl
 
 
 def test_what_lay_in_memory_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of((2, 2, 2), (2, 900, 30), 3, spare_columns=40)
+    case = case_of((2, 2, 2), (2, 500, 30), 3, spare_columns=40)
 
     def empty(shape: tuple[int, ...] | int, dtype: torch.dtype, **options: object) -> torch.Tensor:
         value = float("nan") if dtype.is_floating_point else 0x770077

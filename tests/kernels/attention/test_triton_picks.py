@@ -108,7 +108,7 @@ def test_trees(num_picks: int) -> None:
     check(case, 4, num_picks)
 
 
-@pytest.mark.parametrize("num_picks", thinned([1, 60, 300, 700, 4000], lambda i, _: i % 2 == 0 or DEVICE == "cuda"))
+@pytest.mark.parametrize("num_picks", thinned([1, 60, 300, 700, 4000], lambda i, _: i in (2, 4) or DEVICE == "cuda"))
 def test_choices_among_many_slots_and_many_equal_scores(num_picks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of many equal scores are not like their samples, nor is one whose best slots all stand between those."""
     for name, size in {"_MOST": 128, "_LEAST_PART": 128}.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
-from thinned import halved
+from thinned import thinned
 from triton_device import DEVICE, IS_INTERPRETED, random
 
 pytest.importorskip("triton")
@@ -20,7 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 @pytest.mark.parametrize(
     ("routing", "sizes", "dtype"),
-    halved([(1, 7, 2), (33, 7, 3), (200, 3, 2)], [(256, 256, 32), (88, 96, 32), (88, 48, 16)], DTYPES),
+    thinned(
+        itertools.product([(1, 7, 2), (33, 7, 3), (200, 3, 2)], [(256, 256, 32), (88, 96, 32), (88, 48, 16)], DTYPES),
+        lambda i, *_: i in (0, 9, 13, 16) or not IS_INTERPRETED,
+    ),
     ids=str,
 )
 def test_products_of_mxfp4_with_biases(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from thinned import thinned
+from thinned import every, thinned
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, random
 
@@ -64,7 +64,7 @@ def test_shares_of_given_experts_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "dtype"),
-    thinned(itertools.product([1, 17, 70, 515, 2050], DTYPES), lambda i, num_rows, dtype: num_rows < 515 or i == 7),
+    thinned(itertools.product([1, 17, 70, 515, 2050], DTYPES), lambda i, *_: i in (0, 3, 4, 7) or not IS_INTERPRETED),
 )
 def test_any_number_of_rows(num_rows: int, dtype: torch.dtype) -> None:
     weight, product_bias = random(32, 200, seed=1, scale=0.1), random(32, seed=2)
@@ -85,14 +85,14 @@ def test_sizes_of_large_models(num_rows: int, name: str) -> None:
     torch.testing.assert_close(ours.shares[is_same], theirs.shares[is_same], atol=1e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("num_rows", [2, 40 if IS_INTERPRETED else 600])
+@pytest.mark.parametrize("num_rows", [2, 20 if IS_INTERPRETED else 600])
 def test_of_equal_scores_and_of_equal_groups_the_first_are_chosen(num_rows: int) -> None:
     x, weight = torch.zeros(num_rows, 16, dtype=DTYPE, device=DEVICE), random(64, 16)
     for routing in (PLAIN, GROUPS, GROUPS._replace(scoring="sigmoid", num_ranking=2)):
         assert triton_routes.routes(x, weight, None, None, routing).chosen.tolist() == [[0, 1, 2, 3]] * num_rows
 
 
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("name", every(ROUTINGS, 2))
 def test_a_row_that_is_not_a_number_chooses_different_experts_and_changes_no_other_row(name: str) -> None:
     num_experts, routing = ROUTINGS[name]
     x, weight = random(3, 72, dtype=DTYPE), random(num_experts, 72, seed=1, scale=0.2)

@@ -85,10 +85,8 @@ def test_a_product_is_that_of_the_numbers_that_are_meant(has_rows: bool) -> None
     x, weight, bias = rows(3, 300), rows(200, 300, seed=1).to(E4M3), rows(200, seed=2)
     scales = torch.rand(200 if has_rows else 2, 3) + 0.5
     values, x_scales = round_rows_ref(x, BLOCK)
-    meant = torch.empty(200, 300)
-    for n in range(200):
-        for k in range(300):
-            meant[n, k] = weight[n, k].float() * scales[n if has_rows else n // BLOCK, k // BLOCK]
+    n, k = torch.arange(200)[:, None], torch.arange(300)
+    meant = weight.float() * scales[n if has_rows else n // BLOCK, k // BLOCK]
     assert torch.equal(dequantized(weight, scales, BLOCK), meant)
     wide = values.float() * x_scales.repeat_interleave(BLOCK, 1)[:, :300]
     expected = (wide.double() @ meant.double().T + bias).float()

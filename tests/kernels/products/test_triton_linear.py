@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from thinned import every, thinned
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, random
 
@@ -67,7 +68,10 @@ def test_every_kernel(num_rows: int, out_size: int, in_size: int, config: Config
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "out_size", "in_size", "config"), CASES)
+@pytest.mark.parametrize(
+    ("num_rows", "out_size", "in_size", "config"),
+    thinned(CASES, lambda i, *case: case[3].split_k > 1 or i % 4 == 0),
+)
 def test_parts_of_a_product(num_rows: int, out_size: int, in_size: int, config: Config, dtype: torch.dtype) -> None:
     x, weight, _ = operands(num_rows, out_size, in_size, dtype)
     whole, parts = linear(x, weight, None, config), linear_parts(x, weight, config)
@@ -79,7 +83,7 @@ def test_parts_of_a_product(num_rows: int, out_size: int, in_size: int, config: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "out_size", "in_size", "config"), CASES)
+@pytest.mark.parametrize(("num_rows", "out_size", "in_size", "config"), every(CASES, 2))
 def test_every_kernel_gated(num_rows: int, out_size: int, in_size: int, config: Config, dtype: torch.dtype) -> None:
     x, weight, _ = operands(num_rows, 2 * out_size, in_size, dtype)
     expected = silu_mul_ref(F.linear(x.double(), weight.double()))
@@ -90,7 +94,8 @@ def test_every_kernel_gated(num_rows: int, out_size: int, in_size: int, config: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_rows", "out_size", "in_size", "config"), [case for case in CASES if case[3].kind == "vector"]
+    ("num_rows", "out_size", "in_size", "config"),
+    every([case for case in CASES if case[3].kind == "vector"], 2, first=1),
 )
 def test_what_a_vector_takes_along(
     num_rows: int, out_size: int, in_size: int, config: Config, dtype: torch.dtype

@@ -62,14 +62,17 @@ ROWS = [
 
 @pytest.mark.parametrize(
     ("vocab_size", "scale", "dtype"),
-    [
-        (1, 1.0, torch.float32),
-        (7, 2.0, torch.float16),
-        (1000, 12.0, torch.bfloat16),
-        (1000, 1.0, torch.float16),
-        (4200, 0.05, torch.float32),
-        (4200, 3.0, torch.bfloat16),
-    ],
+    thinned(
+        [
+            (1, 1.0, torch.float32),
+            (7, 2.0, torch.float16),
+            (1000, 12.0, torch.bfloat16),
+            (1000, 1.0, torch.float16),
+            (4200, 0.05, torch.float32),
+            (4200, 3.0, torch.bfloat16),
+        ],
+        lambda i, *_: i in (0, 1, 2, 4) or not IS_INTERPRETED,
+    ),
 )
 def test_rows_keep_what_a_sort_keeps(vocab_size: int, scale: float, dtype: torch.dtype) -> None:
     """Flat and steep rows, with one greedy row among them."""
@@ -79,7 +82,7 @@ def test_rows_keep_what_a_sort_keeps(vocab_size: int, scale: float, dtype: torch
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), thinned([(50, 1.0), (OFF, 0.9), (20_000, 0.7)], lambda i, *_: i > 0 or not IS_INTERPRETED)
+    ("top_k", "top_p"), thinned([(50, 1.0), (OFF, 0.9), (20_000, 0.7)], lambda i, *_: i == 1 or not IS_INTERPRETED)
 )
 def test_a_flat_row_of_a_real_vocabulary(top_k: int, top_p: float) -> None:
     logits = random(1, 128_256, dtype=torch.bfloat16, seed=1)
@@ -108,7 +111,7 @@ def test_logits_are_searched_wherever_they_are(most: int, few: int, monkeypatch:
     """Few gathered, more gathered, fewer than top-k keeps, or in the row itself; several splits and tiles of each."""
     shrink(monkeypatch, most=most, few=few)
     rows = [ROWS[at] for at in (0, 2, 3, 6, 7)] + [(0.0, 150, 1.0), (0.0, 150, 0.5)]
-    for scale in (0.2, 4.0):
+    for scale in (0.2, 4.0) if most == few else (0.2,):
         logits = random(len(rows), 211, seed=most, scale=scale)
         check(logits, torch.ones(len(rows), device=DEVICE), columns(rows))
 
@@ -133,7 +136,7 @@ def hard_rows(count: int) -> dict[str, Tensor]:
     ("dtype", "temperature"),
     thinned(
         [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 100.0), (torch.bfloat16, 0.01)],
-        lambda i, *_: i != 1 or not IS_INTERPRETED,
+        lambda i, *_: i in (0, 3) or not IS_INTERPRETED,
     ),
 )
 def test_hard_rows(dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:

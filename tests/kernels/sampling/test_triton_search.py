@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import every, is_whole
 from torch import Tensor
 from triton_device import DEVICE, IS_INTERPRETED, random
 
@@ -106,14 +107,14 @@ def test_a_row_is_searched_as_if_it_were_sorted(name: str, is_weight: bool) -> N
     row = rows()[name]
     weights = weights_ref(row[None])[0]
     total = int(weights.sum()) if is_weight else len(row)
-    for needed in {1, total * 9 // 10, total}:
+    for needed in {1, total * 9 // 10, total} if is_whole() else {total * 9 // 10}:
         score, above = searched(row, needed, is_weight=is_weight)
         assert score == threshold_ref(row, needed, is_weight=is_weight), needed
         assert above == int(weights[row >= score].sum())
 
 
 @pytest.mark.skipif(not IS_INTERPRETED, reason="passes are counted in the interpreter")
-@pytest.mark.parametrize("name", rows())
+@pytest.mark.parametrize("name", every(rows(), 2, first=1))
 def test_a_search_takes_few_passes_over_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nearly always, also of equal scores; more if neighbours are alike, as they are in no vocabulary."""
     passes = count_passes(monkeypatch)
