@@ -21,7 +21,7 @@ NUM_KERNELS = {
     "routes": 15,
     "experts": 41,
     "picks": 7,
-    "delta": 33,
+    "delta": 39,
     "entries": 4,
 }
 NUM_KERNELS["fp8_pages"] = 16 if IS_WHOLE else 12
