@@ -54,6 +54,7 @@ from .device import SCORED_AT_ONCE, choose_device, choose_dtype, kind_of
 from .drafters.base import PromptChunk, PromptTail
 from .drafters.family import Speculation
 from .drafters.speculation import LONGEST_PATH, read_speculation
+from .layers.delta_net import store_passed_states
 from .models.decoder import DecoderModel
 from .models.registry import load_model
 from .progress import Progress
@@ -588,10 +589,15 @@ class Engine:
         targets: torch.Tensor,
         tail_table: torch.Tensor | None = None,
     ) -> None:
-        """Copy slots `sources` into slots `targets` in every pool of the target, as `move_slots_ref_` does in one."""
+        """Copy slots `sources` into slots `targets`, which follow the roots of trees, in every pool of the target, as
+        `move_slots_ref_` does in one. A recurrent state passes the edges on the way."""
         for pool in self.target_pools.all:
             table = tail_table if tail_table is not None and self.has_tail_pages(pool) else block_table
             move_slots_(pool, table, sources, targets)
+        if (delta := self.model_config.delta) is not None:
+            table, num_new = block_table if tail_table is None else tail_table, 1 + targets.shape[1]
+            starts, further = targets[:, 0] - 1, self.target_pools.further
+            store_passed_states(delta, further, table, starts, num_new, self.page_size)
 
     def has_tail_pages(self, pool: torch.Tensor) -> bool:
         """Return whether a pool of target or draft has tail pages."""

@@ -144,6 +144,8 @@ TABLE: Mapping[str, tuple[Backend, ...]] = MappingProxyType(
         "move_slots_": (_triton("state.triton_trees"),),
         # paged_delta.py
         "delta_round": (_triton("state.triton_delta_round"),),
+        "delta_tree": (_triton("state.triton_delta_tree"),),
+        "pass_edges": (_triton("state.triton_delta_tree"),),
         "delta_prompt": (_triton("state.triton_delta_prompt"),),
         "gate_heads": (_triton("state.triton_delta_gate"),),
         # rows.py, pages.py; torch cannot read a peer's pool, so BATON_TRITON=0 leaves pages as they are

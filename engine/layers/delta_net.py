@@ -19,13 +19,14 @@ rejects such a draft, the next round begins inside this block. It writes the row
 reads them. A forward never writes a state that it reads, so it may be repeated.
 
 Rows of a tree of drafts lie in slots that no text has, so a forward that verifies a tree writes no states behind them.
-The rows of the accepted path are moved to the slots behind the root. If drafts may be trees, each forward therefore
-begins as many blocks earlier as a path may complete (`ModelConfig.with_trees`), and writes the states after them.
+The rows of the accepted path are moved to the slots behind the root. Kernels then store the states after the blocks
+that the path may complete (`store_passed_states`). In plain torch, if drafts may be trees, each forward begins as many
+blocks earlier as a path may complete (`ModelConfig.with_trees`), and writes the states after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +39,17 @@ from ...kernels.state.paged_delta import (
     DeltaInputs,
     DeltaPlan,
     DeltaPools,
+    DeltaSizes,
     delta_prompt,
     delta_round,
+    delta_tree,
     gate_heads,
     have_kernels,
+    pass_edges,
 )
 from ..attention.context import AttentionContext
 from ..attention.pool_rows import NewRows, PoolRows
-from ..checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DELTA_UPDATES, delta_block
+from ..checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DELTA_UPDATES, DeltaConfig, delta_block
 from ..products.base import Rows
 from ..products.linear import Linear
 
@@ -75,7 +79,7 @@ class DeltaNet:
         weights, (num_heads, num_shared, _, value_dim) = self.weights, self.weights.state_shape
         parts = zip(self._projected(normed), self.ups, strict=True)
         of_heads = [(part if up is None else up(part)).unflatten(1, (num_heads, -1)) for part, up in parts]
-        if len(of_heads[0]) and have_kernels(weights):
+        if len(of_heads[0]) and have_kernels(weights.taps.device, num_shared, weights.decay_dim):
             return self._by_kernels(of_heads, context.further)
         num_channels, num_gates = weights.taps.shape[2], num_shared * value_dim
         qkv, gate, ba = torch.cat(of_heads, 2).tensor_split([num_channels, num_channels + num_gates], 2)
@@ -106,7 +110,9 @@ class DeltaNet:
         outputs: list[Tensor] = []
         for tokens, plan in rows.once("delta", lambda: _plans(rows)):
             own = DeltaInputs(*(each[tokens] for each in inputs))
-            if plan.is_round:
+            if plan.paths is not None:
+                outputs.append(delta_tree(own, weights, pools, plan))
+            elif plan.is_round:
                 outputs.append(delta_round(own, weights, pools, plan, is_alone=len(rows.batches) == 1))
             else:
                 outputs.append(delta_prompt(own, weights, pools, plan))
@@ -147,6 +153,18 @@ class DeltaNet:
         pools.write(DELTA_STATES, self.place, pages, start, divided.unflatten(1, (block, -1)).transpose(0, 1))
 
 
+def store_passed_states(
+    delta: DeltaConfig, pools: Mapping[str, Tensor], table: Tensor, starts: Tensor, num_new: int, page_size: int
+) -> None:
+    """Store the states after the blocks that end in the `num_new` slots from `starts` [num_seqs] int64 on, where rows
+    of accepted paths lie now. `pools` are those of all layers, `table` [num_seqs, max_pages] int64 is of tail pages."""
+    updates, states = pools[DELTA_UPDATES], pools[DELTA_STATES]
+    if have_kernels(updates.device, delta.num_shared, delta.decay_dim):
+        block = delta_block(page_size)
+        sizes = DeltaSizes(delta.num_shared, delta.key_dim, delta.value_dim, delta.decay_dim, block)
+        pass_edges(updates, states, sizes, table, starts, num_new)
+
+
 def _divided(parts: Sequence[Tensor], weights: DeltaWeights) -> DeltaInputs:
     """Return the numbers of each kind as views of the projections' outputs, whose `parts` are side by side for each key
     head. A kind lies in one part."""
@@ -166,10 +184,11 @@ def _plans(rows: PoolRows) -> list[tuple[slice, DeltaPlan]]:
     plans, first = list[tuple[slice, DeltaPlan]](), 0
     for batch in rows.batches:
         tokens = slice(first, first + batch.num_tokens)
-        assert batch.tree is None, "kernels verify chains alone"
         block, first = delta_block(batch.page_size), tokens.stop
-        if batch.num_tokens:
-            table, lens = batch.block_table, batch.seq_lens
+        table, lens = batch.block_table, batch.seq_lens
+        if batch.num_tokens and batch.tree is not None:
+            plans.append((tokens, DeltaPlan.of_trees(table, lens, batch.tree.visible, block)))
+        elif batch.num_tokens:
             plan = DeltaPlan.of(table, lens, batch.starts, batch.num_tokens, batch.page_size, block)
             plans.append((tokens, plan))
     return plans[::-1]

@@ -60,6 +60,11 @@ class DeltaWeights(NamedTuple):
         return self.taps.shape[1] - 1
 
     @property
+    def decay_dim(self) -> int:
+        """Numbers by which the state of a value head decays."""
+        return self.dt_bias.shape[2]
+
+    @property
     def width(self) -> int:
         """Numbers of one key head in a row."""
         return self.taps.shape[2] + self.a_log.shape[1] * (1 + self.dt_bias.shape[2])

@@ -9,7 +9,8 @@ whole blocks. A round has few new rows, so it reads the updates U of the rows be
 and likewise with k for the update of a new row. So no round solves the system of a whole block. A new row costs a
 product with the state and one with each row since the edge.
 
-Tokens of a sequence are a chain.
+A round may verify trees of drafts instead of chains. When the accepted path of a tree lies behind its root,
+`pass_edges` stores the states after the blocks that the path may complete.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ class DeltaPools(NamedTuple):
     states: Tensor  # [num_pages, 1, num_key_heads, page_size, part of a state] float32 or bfloat16
 
 
+class DeltaSizes(NamedTuple):
+    """The sizes of the layers of a model."""
+
+    num_shared: int  # value heads of a key head
+    key_dim: int
+    value_dim: int
+    decay_dim: int
+    block: int  # tokens of a block
+
+
 class DeltaBlocks(NamedTuple):
     """The blocks that hold the new tokens of a prompt's batch."""
 
@@ -86,6 +97,7 @@ class DeltaPlan(NamedTuple):
     query_len: int | None  # new tokens of every sequence, in its last slots; None: sequences differ
     block: int  # tokens of a block
     blocks: DeltaBlocks | None  # of prompts; None: a round
+    paths: Tensor | None = None  # of trees, [num_tokens, MAX_ROUND_LEN] int32: the nodes from the root to each, then -1
 
     @classmethod
     def of(
@@ -103,22 +115,44 @@ class DeltaPlan(NamedTuple):
         blocks = DeltaBlocks.of(seq_lens, starts, num_tokens, table.shape[1] * page_size, block)
         return cls(table, seq_lens, query_len, block, blocks)
 
+    @classmethod
+    def of_trees(cls, table: Tensor, seq_lens: Tensor, visible: Tensor, block: int) -> Self:
+        """Return the plan of a batch of trees, each in the last slots of its sequence. `visible` [num_tokens, >=
+        nodes per tree] bool: a node sees itself and its ancestors, fewer than MAX_ROUND_LEN of them, which come before
+        it."""
+        num_nodes = len(visible) // len(seq_lens)
+        sees = visible[:, :num_nodes]
+        column = (sees.cumsum(1) - 1).masked_fill(~sees, MAX_ROUND_LEN)
+        nodes = torch.arange(num_nodes, dtype=torch.int32, device=visible.device).expand_as(sees)
+        paths = nodes.new_full((len(visible), MAX_ROUND_LEN + 1), -1).scatter_(1, column, nodes)
+        return cls(table, seq_lens, num_nodes, block, None, paths[:, :MAX_ROUND_LEN].contiguous())
+
     @property
     def is_round(self) -> bool:
         """Whether sequences have few new tokens, and equally many."""
         return self.blocks is None
 
 
-def have_kernels(weights: DeltaWeights) -> bool:
-    """Return whether kernels compute a delta rule with these weights where they lie: on a GPU, and if states decay by
-    channel, with one value head per key head."""
-    return captures(weights.dt_bias.device) and 1 in weights.dt_bias.shape[1:]
+def have_kernels(device: torch.device, num_shared: int, decay_dim: int) -> bool:
+    """Return whether kernels compute a delta rule on this device: on a GPU, and if states decay by channel, with one
+    value head per key head."""
+    return captures(device) and 1 in (num_shared, decay_dim)
 
 
 @kernel
 def delta_round(
     inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, plan: DeltaPlan, *, is_alone: bool
 ) -> Tensor: ...
+
+
+@kernel
+def delta_tree(inputs: DeltaInputs, weights: DeltaWeights, pools: DeltaPools, plan: DeltaPlan) -> Tensor: ...
+
+
+@kernel
+def pass_edges(
+    updates: Tensor, states: Tensor, sizes: DeltaSizes, table: Tensor, starts: Tensor, num_new: int
+) -> None: ...
 
 
 @kernel

@@ -179,7 +179,7 @@ def _rows_kernel(
     vectors_ptr += (first_token * HEADS + head) * (2 * KEY_DIM)
     products_ptr += (first_token * HEADS + head) * (2 * BLOCK)
     steps_ptr += (first_token * HEADS + head) * (2 * SHARED)
-    keys, decay, passed = _old_keys(updates_ptr, pages_ptr, start, stop, edge, head, HEADS, SHARED, KEY_DIM, VALUE_DIM,
+    keys, decay, passed = old_keys(updates_ptr, pages_ptr, start, stop, edge, head, HEADS, SHARED, KEY_DIM, VALUE_DIM,
                                     DECAY_DIM, PAGE_SIZE, UPDATE_WIDTH, ROWS, BLOCK_K, BLOCK_S)  # fmt: skip
     block_ptr, before_ptr = block_rows(edge, rows_ptr, pages_ptr, head, HEADS, PAGE_SIZE, BLOCK, WIDTH)
     of_k = old_part(first + group, group < stop - start, KEY_DIM + dims, is_dim, block_ptr, before_ptr, taps_ptr, edge,
@@ -221,7 +221,7 @@ def _rows_kernel(
 
 
 @triton.jit
-def _old_keys(
+def old_keys(
     updates_ptr, pages_ptr, start, stop, edge, head, HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, UPDATE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -252,7 +252,7 @@ def _next_row(
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Store what the second kernel reads of a new row, and its decays since the edge. All pointers are the row's own.
-    Return `keys`, `decay` and `passed`, as `_old_keys` does, with this row, whose place in the block is `here`."""
+    Return `keys`, `decay` and `passed`, as `old_keys` does, with this row, whose place in the block is `here`."""
     row, dims, shared = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)
     is_dim, is_shared = dims < KEY_DIM, shared < SHARED
     parts = dims if DECAY_DIM > 1 else shared

@@ -96,7 +96,7 @@ def old_part(
         old = tl.where(at >= 0, block_ptr, before_ptr) + at * WIDTH
         is_in = (is_row & (at < first_new) & (edge + at >= 0))[:, None] & is_channel[None, :]
         x = tl.load(old[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
-        mixed += x * _taps(taps_ptr + tap * CHANNELS, rows, channels, is_channel)
+        mixed += x * tap_weights(taps_ptr + tap * CHANNELS, rows, channels, is_channel)
     return mixed
 
 
@@ -112,12 +112,12 @@ def new_part(
         new = new_ptr + at.to(tl.int64) * token_stride
         is_in = (is_row & (at >= 0))[:, None] & is_channel[None, :]
         x = tl.load(new[:, None] + channels[None, :], mask=is_in, other=0.0).to(tl.float32)
-        mixed += x * _taps(taps_ptr + tap * CHANNELS, tokens, channels, is_channel)
+        mixed += x * tap_weights(taps_ptr + tap * CHANNELS, tokens, channels, is_channel)
     return mixed * tl.sigmoid(mixed)
 
 
 @triton.jit
-def _taps(taps_ptr, rows, channels, is_channel):
+def tap_weights(taps_ptr, rows, channels, is_channel):
     """Return a tap's weights of channels, [M or 1, N]. If rows are few, each thread reads its own ones: passing them on
     through shared memory would take longer."""
     if rows.shape[0] <= 8:

@@ -19,6 +19,7 @@ from node_pair import NodePair, Result, params
 from own_mtp import with_qwen_mtp
 from quantized import SCHEMES, quantized
 
+from baton.engine import engine
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.work import BatchRow
@@ -73,7 +74,7 @@ DRAFTED = [(name, drafter) for name in FAMILIES for drafter in ("eagle3", "ngram
 DRAFTED.remove(("gemma4 with experts", "eagle3"))  # the attention of trees is that of gemma4
 DELTA_RULES = ["qwen3_next", "qwen3_5", "qwen3_next of published heads"]
 DELTA_RULES += ["kimi_linear", "kimi_linear of published heads"]
-DRAFTED = [each for each in DRAFTED if each[1] == "ngram" or each[0] not in DELTA_RULES]  # trees are refused
+DRAFTED = [each for each in DRAFTED if each[1] == "ngram" or each[0] not in DELTA_RULES]  # these have tests below
 
 # entries of 4 and of 128 tokens, and a window of 128
 PUBLISHED_ENTRIES: dict[str, Any] = {"compress_rates": None, "sliding_window": 128, "index_n_heads": 32, "hc_mult": 4}
@@ -106,6 +107,35 @@ def test_drafts_by_prediction_layers_of_the_checkpoint(name: str, checkpoint: Ch
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
 def test_delta_rules_with_drafts_by_their_layer(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     check_texts(with_qwen_mtp(checkpoint(family), tmp_path / "model"), {"speculative": "mtp", "draft_steps": 3})
+
+
+@pytest.fixture
+def _trees_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees under delta rules are refused on a GPU until these tests have passed on one."""
+    monkeypatch.setattr(engine, "_check_kernels", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_trees_are_served")
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_next of published heads"])
+def test_delta_rules_with_trees_of_drafts_by_their_layer(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    family, config = FAMILIES[name]
+    tree = {"draft_steps": 3, "draft_topk": 3, "draft_tokens": 10}
+    check_texts(with_qwen_mtp(checkpoint(family, **config), tmp_path / "model"), {"speculative": "mtp", **tree})
+
+
+@pytest.mark.usefixtures("_trees_are_served")
+@pytest.mark.parametrize("name", ["kimi_linear", "kimi_linear of published heads"])
+def test_states_that_decay_by_channel_with_trees_of_drafts(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    family, config = FAMILIES[name]
+    model = checkpoint(family, **config)
+    check_texts(model, drafters.settings("eagle3", model, tmp_path, steps=3) | {"draft_topk": 2, "draft_tokens": 8})
+
+
+@pytest.mark.usefixtures("_trees_are_served")
+def test_trees_of_drafts_pass_edges_of_pages_of_the_usual_length(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = with_qwen_mtp(checkpoint("qwen3_next"), tmp_path / "model")
+    tree = {"speculative": "mtp", "draft_steps": 5, "draft_topk": 2, "draft_tokens": 12}
+    check_pages(model, {"page_size": 64, **tree}, (1, 3, 55, 61, 63, 64, 65, 127))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
@@ -188,6 +218,13 @@ def test_logits_of_entries(config: dict[str, Any], num_tokens: int, chunks: list
 def test_logits_of_delta_rules_over_edges(name: str, checkpoint: Checkpoint) -> None:
     family, config = FAMILIES[name]
     check_logits(checkpoint(family, **config), EXACT, 300, [100, 27, 1, 1, 130, 1, 40], page_size=64)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next of published heads", "kimi_linear of published heads"])
+def test_logits_of_states_in_bfloat16(name: str, checkpoint: Checkpoint) -> None:
+    family, config = FAMILIES[name]
+    model, chunks = checkpoint(family, **config), [100, 27, 1, 1, 130, 1, 40]
+    check_logits(model, ROUNDED, 300, chunks, page_size=64, state_dtype="bfloat16")
 
 
 def test_logits_of_entries_in_published_formats(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ NUM_KERNELS = {
     "routes": 15,
     "experts": 41,
     "picks": 7,
-    "delta": 33,
+    "delta": 39,
     "entries": 4,
     "small_heads": 8,
     "small_states": 12,

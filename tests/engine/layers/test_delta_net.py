@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.engine.attention.pool_rows import PoolRows
 from baton.engine.checkpoint.model_config import DELTA_ROWS, DELTA_STATES, DeltaConfig
 from baton.engine.layers import delta_net
-from baton.engine.layers.delta_net import DeltaNet
+from baton.engine.layers.delta_net import DeltaNet, store_passed_states
 from baton.engine.products.linear import Linear
 from baton.engine.rounds.batch import ForwardBatch, MixedBatch
 from baton.engine.work import BatchRow
@@ -183,6 +183,27 @@ def test_each_path_of_a_tree_has_the_numbers_of_a_text_of_its_own(page_size: int
     text.run(hidden[position:], text.batch(NUM_TOKENS - position, position))
     for name in (DELTA_ROWS, DELTA_STATES):
         assert torch.equal(text.pools[name].nan_to_num(), whole.pools[name].nan_to_num()), name
+
+
+def test_kernels_store_the_states_that_an_accepted_path_passes() -> None:
+    """Trees with wrong branches, whose paths pass several edges at once, then a chunk."""
+    pytest.importorskip("triton")
+    hidden, text, generator = hidden_states(num_tokens=50), Text(4), random.Random(2)
+    expected, position, num_drafts = Text(4).outputs(hidden, [50]), 6, 10
+    with preferring("triton"):
+        text.outputs(hidden, [position])
+        for path_len in (9, 2, 7):
+            parents, path = tree_of(generator, num_drafts, path_len)
+            nodes = hidden_states(position, 1 + num_drafts)
+            nodes[path] = hidden[position : position + len(path)]
+            outputs = run_tree(text, nodes, position, parents)
+            torch.testing.assert_close(outputs[path], expected[position : position + len(path)], atol=1e-4, rtol=1e-4)
+            move(text, position, path)
+            starts, table = torch.tensor([position]), torch.tensor(text.pages)[None]
+            store_passed_states(DELTA, text.pools, table, starts, len(path), text.page_size)
+            position += len(path)
+        outputs = text.run(hidden[position:], text.batch(50 - position, position))
+    torch.testing.assert_close(outputs, expected[position:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("defect", ["sibling", "decay of a sibling", "convolution by slots", "state of a sibling"])

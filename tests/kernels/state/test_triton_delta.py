@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import NamedTuple
 
 import pytest
 import torch
+from thinned import thinned
 from torch import Tensor
 from triton_device import DEVICE, random
 
 pytest.importorskip("triton")
 
 from baton.kernels.products.norm import Norm
-from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule
-from baton.kernels.state.paged_delta import DeltaInputs, DeltaPlan, DeltaPools
+from baton.kernels.state.delta_rule import DeltaOutputs, DeltaWeights, gated_delta_rule, gated_delta_tree
+from baton.kernels.state.paged_delta import MAX_ROUND_LEN, DeltaInputs, DeltaPlan, DeltaPools, DeltaSizes
+from baton.kernels.state.trees import ancestry, move_slots_ref_
 from baton.kernels.state.triton_delta_gate import gate_heads
 from baton.kernels.state.triton_delta_prompt import delta_prompt
 from baton.kernels.state.triton_delta_round import delta_round
+from baton.kernels.state.triton_delta_tree import delta_tree, pass_edges
 
 TAPS = 4
 
@@ -231,6 +235,93 @@ def test_states_in_bfloat16_are_rounded_at_edges_alone(decay_dim: int) -> None:
     for start in range(12, 40, 7):
         rounds.run([(start, start + 7)], is_round=True)
     rounds.check(0, 40)
+
+
+class Branch(NamedTuple):
+    """A tree of drafts."""
+
+    parents: list[int]  # of nodes 1 and later
+    path: list[int]  # nodes from the root on that are accepted
+
+    @classmethod
+    def random(cls, seed: int, num_nodes: int, path_len: int) -> Branch:
+        """Return a tree of which a path of `path_len` nodes is accepted. No path is longer than kernels take."""
+        drawn = Random(seed)
+        path, parents, depths = [0, *sorted(drawn.sample(range(1, num_nodes), path_len - 1))], [0], [0]
+        for node in range(1, num_nodes):
+            own = [each for each in range(node) if depths[each] < MAX_ROUND_LEN - 1]
+            parents.append(path[path.index(node) - 1] if node in path else drawn.choice(own))
+            depths.append(depths[parents[-1]] + 1)
+        return cls(parents[1:], path)
+
+
+def run_tree(text: Texts, starts: Sequence[int], trees: Sequence[Branch]) -> None:
+    """Verify a tree of each sequence, compare all nodes with plain torch, and go on behind the accepted paths."""
+    sizes, own, num_nodes = text.sizes, text.weights, len(trees[0].parents) + 1
+    visible = ancestry(torch.tensor([each.parents for each in trees], device=DEVICE), num_nodes).visible.flatten(0, 1)
+    nodes = random(len(trees), num_nodes, *text.inputs.shape[1:], seed=sum(starts)).to(sizes.dtype)
+    for seq, (start, tree) in enumerate(zip(starts, trees, strict=True)):
+        nodes[seq, tree.path] = text.inputs[start : start + len(tree.path)]
+    lens = torch.tensor(starts, device=DEVICE) + num_nodes
+    plan = DeltaPlan.of_trees(text.table, lens, visible, sizes.block)
+    found = delta_tree(sizes.views(nodes.flatten(0, 1)), own, text.pools, plan).unflatten(0, (-1, num_nodes))
+    used = slice(sizes.key_dim + sizes.num_shared * (sizes.value_dim + sizes.decay_dim))
+    for seq, (start, tree) in enumerate(zip(starts, trees, strict=True)):
+        rows = torch.cat([sizes.rows(text.inputs[:start]), sizes.rows(nodes[seq])])
+        rows = torch.cat([rows.new_zeros(TAPS - 1, *rows.shape[1:]), rows])
+        sees = visible.unflatten(0, (-1, num_nodes))[seq]
+        begin = torch.zeros(own.state_shape, dtype=sizes.state_dtype, device=DEVICE)
+        expected = gated_delta_tree(rows, begin, own, sizes.block, sees)
+        torch.testing.assert_close(found[seq].float(), expected.outputs, **sizes.tolerance)
+        kept = text.pools.updates[text.table[seq], 0].transpose(1, 2).flatten(0, 1)[start : start + num_nodes, :, used]
+        torch.testing.assert_close(kept, expected.updates[:, :, used], **sizes.tolerance)
+        sources = start + torch.tensor([tree.path], device=DEVICE)
+        targets = start + torch.arange(len(tree.path), device=DEVICE)[None]
+        for pool in text.pools:
+            move_slots_ref_(pool[None], text.table[seq, None], sources, targets)
+    of_layer = DeltaSizes(sizes.num_shared, sizes.key_dim, sizes.value_dim, sizes.decay_dim, sizes.block)
+    longest = max(len(each.path) for each in trees)
+    updates, states = (pool[None] for pool in text.pools[1:])
+    pass_edges(updates, states, of_layer, text.table, torch.tensor(starts, device=DEVICE), longest)
+
+
+TREES = [
+    Sizes(page_size=16),
+    Sizes(num_shared=1, decay_dim=12, page_size=16),
+    Sizes(page_size=16, dtype=torch.bfloat16),
+    Sizes(num_shared=1, decay_dim=40, key_dim=40, page_size=32, dtype=torch.bfloat16),
+    Sizes(num_shared=3, page_size=4),
+]
+
+
+@pytest.mark.parametrize("sizes", thinned(TREES, lambda i, _: i < 3))
+def test_nodes_of_trees_are_texts_of_their_own(sizes: Sizes) -> None:
+    """Random trees of two sequences behind prompts, whose paths pass edges. Then a chain, and a chunk."""
+    num, starts = 110, [5, 18]
+    text, drawn = Texts(sizes, num, num_seqs=2), Random(3)
+    text.run([(0, start) for start in starts], is_round=False)
+    for number in range(4):
+        num_nodes = drawn.choice([7, 20, 3])
+        trees = [Branch.random(10 * number + seq, num_nodes, drawn.randint(1, min(num_nodes, 12))) for seq in (0, 1)]
+        run_tree(text, starts, trees)
+        starts = [start + len(tree.path) for start, tree in zip(starts, trees, strict=True)]
+    text.run([(start, start + 3) for start in starts], is_round=True)
+    text.run([(start + 3, start + 25) for start in starts], is_round=False)
+
+
+def test_nodes_without_a_slot_are_zeros_and_write_nothing() -> None:
+    """As at the end of the pages of a sequence that ended in the round before."""
+    text = Texts(Sizes(page_size=16), 30)
+    text.run([(0, 27)], is_round=False)
+    visible = ancestry(torch.tensor([[0, 0, 1, 2, 3, 4, 5]], device=DEVICE), 7).visible.flatten(0, 1)
+    plan = DeltaPlan.of_trees(text.table, torch.tensor([27 + 8], device=DEVICE), visible, 16)
+    before = text.pools.updates.clone()
+    out = delta_tree(text.sizes.views(text.inputs[:8]), text.weights, text.pools, plan)
+    assert out[:5].all() and not out[5:].any()  # of 32 slots
+    own = text.table[0, 1]
+    assert not torch.equal(text.pools.updates[own, ..., 11:, :], before[own, ..., 11:, :])
+    text.pools.updates[own, ..., 11:, :] = before[own, ..., 11:, :]
+    assert torch.equal(text.pools.updates.nan_to_num(), before.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
