@@ -52,7 +52,7 @@ def test_nodes_serve_without_files(
         with node_pairs() as start:
             both = {"page_size": 4, "num_pages": 60, "load_format": "dummy"}
             pair = start(model, prefill=both, decode=both)
-            pair.submit("r", [5, 9, 300], params(20))
+            pair.submit("r", [5, 9, 300], params(8))
             texts.add(tuple(pair.run()["r", 0].ids))
             assert len({hello.target_fingerprint for hello in pair._hellos.values()}) == 1
     [ids] = texts

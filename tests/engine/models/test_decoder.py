@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from thinned import halved
+from thinned import every, halved
 
 from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.decoder import DecoderModel, DecoderStack
@@ -142,6 +142,7 @@ def test_chunks_and_decode_steps_equal_transformers(model_dir: Path, chunks: tup
     torch.testing.assert_close(torch.cat(logits), reference_logits(model_dir, ids), atol=FLOAT32_TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("model_dir", every(VARIANTS, 2), indirect=True)
 def test_mixed_batches_equal_transformers(model_dir: Path) -> None:
     """Decode steps, equal and unequal chunks and a fresh prompt in the same forwards, in changing order."""
     lengths = (50, 23, 44, 9, 31)

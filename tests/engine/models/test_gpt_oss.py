@@ -36,7 +36,7 @@ from baton.kernels.operations import preferring
 from baton.metadata.errors import ConfigError, ModelError
 
 Checkpoint = Callable[..., Path]
-LENGTH = 20 if is_whole() else 12
+LENGTH = 20 if is_whole() else 8
 GPT_OSS = PUBLISHED["gpt-oss-20b"]
 
 
@@ -222,6 +222,7 @@ def test_the_kernels_of_a_gpu_give_the_text_of_transformers(
     both |= {"speculative": "eagle3", "draft_model": str(head), "draft_steps": 2}
     monkeypatch.setattr(DeviceExecutor, "warm_up", lambda self, progress, **_: None)
     monkeypatch.setattr(Engine, "capture_prompts", lambda self, progress: None)
+    monkeypatch.setattr(Engine, "warm_up", lambda self, chunk_tokens: None)
     with preferring("triton"), node_pairs() as start:
         pair: NodePair = start(models["mxfp4"], prefill=both, decode=both, overlaps=True)
         for index, ids in enumerate(prompts):

@@ -30,6 +30,7 @@ from baton.engine.work import BatchRow
 from baton.metadata.errors import ModelError
 
 PAGE_SIZE, NUM_PAGES = 4, 30
+NUM_TOKENS = 20 if is_whole() else 10  # of a text that nodes serve
 TOLERANCE = 1e-4
 AUX_TOLERANCE = 2e-4  # of larger numbers
 Checkpoint = Callable[..., Path]
@@ -196,11 +197,11 @@ def test_ranks_and_fp8_give_the_text_of_transformers(
     with recorded_roundings() as roundings, node_pairs() as start:
         pair = start(model, prefill=both | prefill, decode=both | decode)
         for index, ids in enumerate(prompts):
-            pair.submit(f"{index}", ids, params(16))
+            pair.submit(f"{index}", ids, params(NUM_TOKENS))
         results = pair.run()
         reference = Reference(plain) if scheme is None else RoundingReference(plain, SCHEMES[scheme], roundings)
         for index, ids in enumerate(prompts):
-            reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, 16))
+            reference.assert_greedy(ids, results[f"{index}", 0].ids, reference.generate(ids, NUM_TOKENS))
     assert reference.num_ties <= 1, reference.num_ties
 
 
@@ -220,12 +221,12 @@ def test_drafts_do_not_change_the_text(family: str, drafter: str, checkpoint: Ch
         pair = start(model, prefill=both, decode=both)
         for turn in range(2):
             for index, ids in enumerate(prompts):
-                pair.submit(f"{turn} {index}", ids, params(20))
+                pair.submit(f"{turn} {index}", ids, params(NUM_TOKENS))
             pair.run()
         results = pair.results
         assert pair.decode.stats().num_drafted > 0
     for index, ids in enumerate(prompts):
-        expected = reference.generate(ids, 20)
+        expected = reference.generate(ids, NUM_TOKENS)
         for turn in range(2):
             reference.assert_greedy(ids, results[f"{turn} {index}", 0].ids, expected)
     assert reference.num_ties <= 1, reference.num_ties

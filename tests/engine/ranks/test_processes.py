@@ -178,7 +178,7 @@ if __name__ == "__main__":
 
 def test_no_rank_outlives_rank_0_not_even_a_stopped_one(tmp_path: Path) -> None:
     """Signals of a service manager do not end a rank, but the end of rank 0 does, however it comes."""
-    command = _rank_0(tmp_path / "rank_0.py", 2, "time.sleep(600)")
+    command = _rank_0(tmp_path / "rank_0.py", 1, "time.sleep(600)")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
         try:
             assert rank_0.stdout is not None

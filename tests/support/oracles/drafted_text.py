@@ -9,11 +9,11 @@ from typing import Any
 from node_pair import node_pairs, params
 from ties import Reference
 
-PROMPTS = ([5, 9, 300], list(range(40, 75)), [*list(range(40, 60)), 7, 8])  # the last shares pages with the one before
+PROMPTS = ([5, 9, 300], list(range(40, 66)), [*list(range(40, 54)), 7, 8])  # the last shares pages with the one before
 
 
 def check_drafted_text(
-    model: Path, reference: Reference, prompts: Sequence[list[int]] = PROMPTS, num_tokens: int = 20, **settings: Any
+    model: Path, reference: Reference, prompts: Sequence[list[int]] = PROMPTS, num_tokens: int = 12, **settings: Any
 ) -> None:
     """Serve prompts through the handoff, with small pages and chunks. `settings` are those of both nodes."""
     both = {"page_size": 4, "num_pages": 160, "chunk_tokens": 9, **settings}

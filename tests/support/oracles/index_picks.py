@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from model_pools import pools_of
 
 from baton.engine.attention import gathered_entries, picked
 from baton.engine.checkpoint.read_config import read_model_config
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.registry import load_model
 from baton.engine.rounds.batch import ForwardBatch
 from baton.engine.work import BatchRow
@@ -57,7 +59,8 @@ def forward(
     config = read_model_config(model)
     if page_size is None:
         page_size = 4 if config.compressed is None else config.compressed.page_unit
-    loaded, num_pages = load_model(model, config, torch.float32, "cpu"), -(-len(ids) // page_size) + 12
+    loaded = _load(model, (model / "model.safetensors").stat().st_mtime_ns)
+    num_pages = -(-len(ids) // page_size) + 12
     pools = pools_of(config, page_size, num_pages, float("nan"))
     pages, position, logits = random.Random(0).sample(range(1, num_pages), num_pages - 10), 0, list[torch.Tensor]()
     with recorded_picks() as record:
@@ -66,6 +69,12 @@ def forward(
             logits.append(loaded.logits(loaded.forward(batch, pools)))
             position += num
     return torch.cat(logits), record.of_layers(len(config.further[0].layers)) if config.index else []
+
+
+@functools.lru_cache(maxsize=2)
+def _load(model: Path, written_ns: int) -> DecoderModel:
+    """Load a model, again if its file was written again."""
+    return load_model(model, read_model_config(model), torch.float32, "cpu")
 
 
 _pick = picked.pick

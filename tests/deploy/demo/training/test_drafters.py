@@ -121,11 +121,12 @@ def test_unrolled_steps_equal_drafting_from_scratch(pair: Pair) -> None:
         assert [int(each.argmax()) for each in scores] == proposals
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_acceptance_counts_the_rounds_that_speculation_runs(pair: Pair, is_sampled: bool) -> None:
     noise = torch.randn(64, VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) if is_sampled else None
     tokens = prompt(7)
-    written, num_accepted = pair.speculate(tokens, 24, noise)
+    written, num_accepted = pair.speculate(tokens, 20, noise)
     text = generate(pair.target, torch.tensor([tokens]), 40, None if noise is None else noise[None])
     assert text[0, 7 : 7 + len(written)].tolist() == written
 
@@ -190,7 +191,7 @@ def test_a_new_layer_is_the_identity(checkpoint: Callable[..., Path], tmp_path: 
 def test_every_drafter_learns(pair: Pair) -> None:
     stream = torch.tensor(prompt(400, 6), dtype=torch.int32)
     schedule = Schedule(
-        steps=24, max_seconds=60, context_len=16, late_context_len=24, batch_tokens=96, warmup_steps=2, log_every=6
+        steps=12, max_seconds=60, context_len=16, late_context_len=24, batch_tokens=96, warmup_steps=2, log_every=3
     )
 
     def loss_of(input_ids: Tensor) -> Tensor:
