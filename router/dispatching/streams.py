@@ -80,8 +80,8 @@ class TokenStreams:
         for row, unit in enumerate(message.units):
             count = counts[row]
             sequence = self.find(unit, node)
-            if sequence is not None and firsts[row] + count > sequence.request.params.max_tokens:
-                last, most = firsts[row] + count, sequence.request.params.max_tokens
+            if sequence is not None and firsts[row] + count > sequence.max_tokens:
+                last, most = firsts[row] + count, sequence.max_tokens
                 yield _refused(node, sequence, f"it sent token number {last}, but the request asked for at most {most}")
             elif sequence is not None:
                 if message.num_cached is not None:
@@ -92,7 +92,7 @@ class TokenStreams:
                     if node.role == "decode":  # it has computed a local prompt
                         node.end_prompt(unit.rid, unit.attempt)
                 drafts = b""
-                if sequence.request.marks_drafts:  # prefill nodes give first tokens, which are sampled
+                if sequence.marks_drafts:  # prefill nodes give first tokens, which are sampled
                     drafts = bytes(count) if node.role == "prefill" else message.drafts.get(row, b"")[:count]
                 new = ids[start : start + count]
                 delta = self._merge(node, sequence, firsts[row], new, logprobs, end, now, drafts)
@@ -192,18 +192,23 @@ class TokenStreams:
             request.share.charge(num_tokens)
             self._metrics.tenants.counts[request.tenant.name].num_output += num_tokens
             self._metrics.tokens(request, sequence, num_tokens, now)
-        attempt = sequence.attempt
-        if sequence.seen_at is None and attempt is not None and attempt.prefill is None and attempt.decode is not None:
-            request.learn(attempt, now, now + attempt.decode.load.round_s, now)
+        if sequence.seen_at is None:
+            self._first_tokens(sequence, now)
         sequence.seen_at = now
-        if request.first_token_at is None:
-            request.first_token_at = now
         if delta.finish_reason is not None:
             request.timeline.begin((sequence,), "finish", now)
         if request.is_canary:
             request.listener.on_delta(sequence, delta)
         else:
             self._effects.append(Output(sequence, delta))
+
+    def _first_tokens(self, sequence: Sequence, now: float) -> None:
+        """The first tokens of a sequence have come."""
+        request, attempt = sequence.request, sequence.attempt
+        if attempt is not None and attempt.prefill is None and attempt.decode is not None:
+            request.learn(attempt, now, now + attempt.decode.load.round_s, now)
+        if request.first_token_at is None:
+            request.first_token_at = now
 
     def _resend(self, sequence: Sequence, node: Node) -> None:
         message = Resend(router_epoch=self._epoch, unit=sequence.unit, first=len(sequence.received))

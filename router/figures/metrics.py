@@ -351,12 +351,13 @@ class Metrics:
     def tokens(self, request: Request, sequence: Output, num_tokens: int, now: float) -> None:
         """A sequence has new tokens. To be called before their time is noted."""
         model = request.group.key.model
-        if request.first_token_at is None:
+        seen_at = sequence.seen_at
+        if seen_at is None and request.first_token_at is None:
             self._ttft(model).observe(now - request.created_at)
         if num_tokens:
             self._tokens.num_tokens[model] = self._tokens.num_tokens.get(model, 0) + num_tokens
-            if sequence.seen_at is not None:
-                self._tokens.observe(model, now - sequence.seen_at, num_tokens)
+            if seen_at is not None:
+                self._tokens.observe(model, now - seen_at, num_tokens)
 
     def done(self, request: Request, now: float) -> None:
         """A request ended as it should."""

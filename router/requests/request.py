@@ -75,7 +75,6 @@ class Sequence:
         "_ahead",
         "_detokenizer",
         "_include_stop",
-        "_marks_drafts",
         "_min_tokens",
         "_stop_string",
         "_stops",
@@ -86,6 +85,8 @@ class Sequence:
         "finish_reason",
         "gap_since",
         "index",
+        "marks_drafts",
+        "max_tokens",
         "num_before",
         "num_losses",
         "num_resends",
@@ -109,8 +110,9 @@ class Sequence:
         self.num_losses = 0  # nodes that died under it, likewise
         self.num_resends = 0
         self.asked_at = 0.0  # when the last message was asked for that may have been lost
-        self._ahead: list[Ahead] = []
-        self._marks_drafts = request.marks_drafts
+        self._ahead: list[Ahead] = []  # empty unless `gap_since` is set
+        self.marks_drafts = request.marks_drafts
+        self.max_tokens = request.params.max_tokens
         self._min_tokens = request.params.min_tokens
         self._include_stop = options.include_stop
         self.options = options
@@ -152,7 +154,7 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Largest number of tokens still to generate."""
-        return self.request.params.max_tokens - len(self.received)
+        return self.max_tokens - len(self.received)
 
     def merge(
         self,
@@ -168,7 +170,13 @@ class Sequence:
         Returns the output that the client may see now, None if there is nothing new.
         """
         num_received = len(self.received)
-        if first == num_received and ended is None and len(ids) == 1 and not self._ahead and not self._marks_drafts:
+        if (
+            first == num_received
+            and ended is None
+            and len(ids) == 1
+            and self.gap_since is None
+            and not self.marks_drafts
+        ):
             return self._accept_one(ids[0], logprobs)
         if first > num_received:
             if len(self._ahead) < MAX_AHEAD:
@@ -257,7 +265,7 @@ class Sequence:
             self.request.count(item.ended)
             self.request.timeline.ended(self, item.ended)
         shown = list(item.logprobs[known : known + num_fresh]) if item.logprobs else []
-        drafts = _token_texts(chunks, num_fresh, item.drafts[known:]) if self._marks_drafts else ()
+        drafts = _token_texts(chunks, num_fresh, item.drafts[known:]) if self.marks_drafts else ()
         return Delta("".join(chunks), fresh[:num_fresh], shown, self.finish_reason, stop_reason, drafts)
 
     def _finish(self, ended: Ended, chunks: list[str]) -> int | str | None:

@@ -93,11 +93,11 @@ class TokenBytes:
 class ByteLevelDetokenizer:
     """Detokenizer for vocabularies whose tokens are bytes."""
 
-    __slots__ = ("_bytes_of", "_decoder", "_is_split", "_skipped", "_text_of")
+    __slots__ = ("_decoder", "_is_split", "_skipped", "_tokenizer")
 
     def __init__(self, tokenizer: TextTokenizer, skipped: AbstractSet[int]) -> None:
         """`skipped`: ids of tokens that are left out of the text."""
-        self._bytes_of, self._text_of = tokenizer.byte_level_bytes, tokenizer.byte_level_text
+        self._tokenizer = tokenizer
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_split = False  # the last token ended within a character
@@ -105,9 +105,9 @@ class ByteLevelDetokenizer:
     def step(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        text = None if self._is_split else self._text_of(token_id)
+        text = None if self._is_split else self._tokenizer.byte_level_text(token_id)
         if text is None:
-            text = self._decoder.decode(self._bytes_of(token_id))
+            text = self._decoder.decode(self._tokenizer.byte_level_bytes(token_id))
             self._is_split = self._decoder.getstate()[0] != b""
         return text
 

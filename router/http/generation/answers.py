@@ -195,6 +195,20 @@ class StreamedAnswer:
     after LONGEST_WAIT_S: until then a refusal has its status and Retry-After.
     """
 
+    __slots__ = (
+        "_finished",
+        "_format",
+        "_has_pushed",
+        "_held",
+        "_indices",
+        "_is_continuous",
+        "_may_open",
+        "_num_done",
+        "_requests",
+        "_stream",
+        "_with_usage",
+    )
+
     def __init__(
         self,
         http_request: web.Request,

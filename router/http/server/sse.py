@@ -58,6 +58,23 @@ class EventStream:
     `keep_alive` is sent after each SILENCE_S without an event.
     """
 
+    __slots__ = (  # thousands of streams share the processor's caches
+        "_has_written",
+        "_is_chunked",
+        "_is_paused",
+        "_keep_alive",
+        "_loop",
+        "_max_unread",
+        "_num_pending",
+        "_pending",
+        "_request",
+        "_response",
+        "_set_paused",
+        "_timer",
+        "_transport",
+        "_written_at",
+    )
+
     def __init__(
         self,
         http_request: web.Request,
@@ -76,6 +93,7 @@ class EventStream:
         self._pending: list[bytes] = []
         self._num_pending = 0  # bytes
         self._response: web.StreamResponse | None = None
+        self._transport: asyncio.Transport | None = None  # None: not open, or its client has left
         self._is_chunked = False
         self._has_written = False  # in this tick
 
@@ -105,7 +123,7 @@ class EventStream:
             self._is_chunked = True
         await response.prepare(self._request)
         self._request[STREAM] = self
-        self._response = response
+        self._response, self._transport = response, self._request.transport
         self._written_at = self._loop.time()
         self._timer = self._loop.call_later(SILENCE_S, self._break_silence)
         self._flush()
@@ -148,7 +166,7 @@ class EventStream:
             self._write(data)
 
     def _write(self, data: bytes) -> None:
-        transport = self._request.transport
+        transport = self._transport
         if transport is None or transport.is_closing():
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
@@ -165,12 +183,12 @@ class EventStream:
     @property
     def num_unread(self) -> int:
         """Bytes that are queued here or in the transport."""
-        transport = self._request.transport
+        transport = self._transport
         return self._num_pending + (transport.get_write_buffer_size() if transport is not None else 0)
 
     def _poll(self) -> None:
         """Continue a paused stream if its client has read enough."""
-        transport = self._request.transport
+        transport = self._transport
         if transport is None or transport.is_closing():
             return
         if self.num_unread > self._max_unread // 4:
