@@ -66,7 +66,7 @@ KERNELS_ALONE = {
     "attention.picks": ["paged_index_scores", "paged_picks"],
     "entries.paged_entries": ["turn_heads_", "compress_paged", "attend_entries"],
     "state.pages": ["gather_pages", "least_of_many"],
-    "state.paged_delta": ["delta_round", "delta_prompt", "gate_heads"],
+    "state.paged_delta": ["delta_round", "delta_tree", "pass_edges", "delta_prompt", "gate_heads"],
     "ranks.all_reduce": [
         *("all_reduce", "all_max", "all_gather", "all_gather_columns", "all_reduce_norm_"),
         *("reduce_scatter", "reduce_scatter_norm_"),

@@ -389,15 +389,15 @@ def _delta() -> None:
         both = {**sizes, "QKV_HEAD": of_inputs["QKV_HEAD"], "TAPS": 4, "ROWS": 64, "LONGEST": 16}
         constants, num_warps = {**both, **of_inputs, "BLOCK_S": shared}, triton_delta_tree.WARPS_OF_NODES[decay_dim > 1]
         kernel, launch = triton_delta_tree._nodes_kernel, {"num_warps": num_warps, "num_stages": 1}
-        print(f"nodes{words}", compiled_bytes(kernel, constants, own, **launch))
+        print(f"nodes of trees{words}", compiled_bytes(kernel, constants, own, **launch))
         block_v, num_warps = triton_delta_tree.TILE_OF_STATE
         part = {"STATE_PART": 256 * shared, "BLOCK_V": block_v}
         constants, kernel = {**both, **part, "NODES": 64, "token_stride": token_stride}, triton_delta_tree._tree_kernel
         del constants["BLOCK_K"]
         launch = {"num_warps": num_warps, "num_stages": 1}
-        print(f"tree{words}", compiled_bytes(kernel, constants, own, **launch))
+        print(f"columns of trees{words}", compiled_bytes(kernel, constants, own, **launch))
         kernel = triton_delta_tree._edges_kernel
-        print(f"edges{words}", compiled_bytes(kernel, {**sizes, **part}, own, num_warps=num_warps))
+        print(f"edges of trees{words}", compiled_bytes(kernel, {**sizes, **part}, own, num_warps=num_warps))
         of_blocks = {**sizes, "ROWS": 64}
         for kept, scale, states in (("*fp16", 1 / 16, "*fp32"), ("*fp32", 1.0, "*bf16")):
             own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept) | {"states": states}
