@@ -31,7 +31,7 @@ PAGE_SIZE, WINDOW, MISSED = 4, 7, 20
 BOUND = 1e-4  # of states of about 1
 MODELS = ("mimo_v2_flash 1", "mimo_v2_flash 3", "deepseek_v4 1")  # and how many prediction layers they have
 PROMPTS = (3, 18, 20, 37)
-OF_CHOICES = PROMPTS if is_whole() else (3, 37)
+OF_CHOICES, NUM_TOKENS = (PROMPTS, 30) if is_whole() else ((3, 37), 10)
 Proposals = dict[tuple[Any, ...], Tensor]  # by request and text: drafts, and the state that they are made of
 MakePair = Callable[..., NodePair]
 
@@ -85,7 +85,7 @@ def with_choices(pair: NodePair) -> Proposals:
     for num in OF_CHOICES:
         for is_local in (False, True):
             ids = random.Random(num).choices(range(1, 512), k=num)
-            pair.submit(f"{num} {is_local}", ids, params(24, temperature=1.5, seed=num), n=3, is_local=is_local)
+            pair.submit(f"{num} {is_local}", ids, params(NUM_TOKENS, temperature=1.5, seed=num), n=3, is_local=is_local)
             pair.run()
     texts = {(name, choice): tuple(result.ids) for (name, choice), result in pair.results.items()}
     assert len(set(texts.values())) == 3 * len(OF_CHOICES), "choices differ, and places do not"
@@ -117,9 +117,9 @@ def with_missed_rows(pair: NodePair) -> Proposals:
     pair.decode.rounds.catch_up = catching_up  # type: ignore[method-assign]
     for num in PROMPTS[1:]:
         for is_local in (False, True):
-            force_steps(pair, lambda index: 2 if index % (MISSED + 2) >= MISSED else 0)
+            force_steps(pair, lambda index: 2 if index % (MISSED + 3) >= MISSED else 0)
             ids = random.Random(num).choices(range(1, 512), k=num)
-            pair.submit(f"{num} {is_local}", ids, params(50), is_local=is_local)
+            pair.submit(f"{num} {is_local}", ids, params(MISSED + NUM_TOKENS), is_local=is_local)
             pair.run()
     assert pair.decode.rounds.stats.num_drafted > 0 and not lost, lost
     return found

@@ -15,7 +15,7 @@ import torch
 from heads import ALGORITHM
 from matrix import PAGE_SIZE, Plain
 from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
-from thinned import halved, thinned
+from thinned import halved, is_whole, thinned
 
 from baton.decode_node.chunk_length import MAX_AHEAD
 from baton.engine.drafters.base import RoundRows
@@ -122,9 +122,7 @@ def test_without_a_stream_few_chunks_are_submitted_ahead_of_the_device(
 
 @pytest.mark.parametrize(
     ("name", "is_joined"),
-    thinned(
-        itertools.product(drafters.ORDINARY, (False, True)), lambda i, name, _: i % 12 in (0, 11) or name == "eagle"
-    ),
+    thinned(itertools.product(drafters.ORDINARY, (False, True)), lambda i, name, _: i % 12 in (0, 11) or i == 3),
 )
 def test_a_drafter_proposes_the_same_after_a_local_prompt(
     name: str, is_joined: bool, checkpoint: Callable[..., Path], make_pair: MakePair, tmp_path: Path
@@ -146,7 +144,7 @@ def test_a_drafter_proposes_the_same_after_a_local_prompt(
 
     scheduler._choose = choose
     proposed = record_drafts(pair)
-    for prompt_len in (1, 12, 13):
+    for prompt_len in (1, 12, 13) if is_whole() else (1, 12):  # 12: whole pages
         prompt = [(7 * index + prompt_len) % 50 for index in range(prompt_len)]
         sampled = params(9, temperature=1.0, seed=prompt_len)
         without_drafts += [None] if is_joined else []

@@ -79,9 +79,9 @@ DRAFTS = [*((name, 1) for name in STEPS), ("eagle", 2), ("frozen-kv-mtp", 3)]
 
 @pytest.mark.parametrize(
     ("name", "topk", "schedule"),
-    thinned(  # every other drafter has one of the schedules; one has both
+    thinned(  # each schedule with a drafter that has KV and with one that has none
         [(*draft, schedule) for draft in DRAFTS for schedule in SCHEDULES],
-        lambda i, name, topk, schedule: i % 16 in (0, 15) or (name, topk) == ("mtp3-deepseek", 1),
+        lambda i, *_: i in (0, 10, 15, 17),
     ),
 )
 def test_output_is_that_of_speculation_off(
@@ -229,7 +229,7 @@ def test_the_next_turn_finds_an_answer_that_was_not_drafted(
 ) -> None:
     """The drafts end at each position of a page, and pages later. The last page may lack the tokens behind it."""
     pair = pair_with_holes(name, plain, make_pair, tmp_path)
-    for num_drafting in range(1, 10) if is_whole() else (1, 2, 3, 4, 9):
+    for num_drafting in range(1, 10) if is_whole() else (1, 2, 3, 8):
         num_pages, num_cached_pages, difference = find_holes(pair, num_drafting)
         assert num_cached_pages >= num_pages - 1 and difference < 1e-4, (num_drafting, num_cached_pages, difference)
 

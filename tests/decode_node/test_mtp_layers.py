@@ -33,7 +33,7 @@ from baton.prefill_node import scheduler as prefill_scheduler
 
 from .test_speculation import SETTINGS, prompts
 
-NUM_LAYERS = 3
+NUM_LAYERS, NUM_TOKENS = 3, 14
 CASES = prompts((1, 2, 3, 4, 8, 9, 14), seed=3)
 
 
@@ -51,7 +51,7 @@ class Checked:
         self._submit, self._propose = pair.decode.rounds.submit, engine.drafter.propose
         pair.decode.rounds.submit, engine.drafter.propose = self._submitting, self._checked
 
-    def generate(self, name: str, max_tokens: int = 19, *, waits_until_full: bool = False) -> None:
+    def generate(self, name: str, max_tokens: int = NUM_TOKENS, *, waits_until_full: bool = False) -> None:
         """`waits_until_full`: rounds begin when all requests have begun, or the decode node has no room for more."""
         pair = self.pair
         for i, prompt in enumerate(CASES):
@@ -113,8 +113,8 @@ def plain_of(model: Path) -> dict[str, list[int]]:
         settings = {**SETTINGS, "num_pages": 200}
         plain = start(model, prefill=settings, decode=settings)
         for i, prompt in enumerate(CASES):
-            plain.submit(str(i), prompt, params(24))
-        return {rid: result.ids[:19] for (rid, _), result in plain.run().items()}
+            plain.submit(str(i), prompt, params(NUM_TOKENS + 5))
+        return {rid: result.ids[:NUM_TOKENS] for (rid, _), result in plain.run().items()}
 
 
 @pytest.fixture

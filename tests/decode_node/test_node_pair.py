@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from drafters import settings
 from node_pair import ROUTER_EPOCH, NodePair, Result, node_pairs, params
-from thinned import thinned
+from thinned import every, thinned
 from ties import Reference
 
 from baton.engine.rounds.device_executor import DeviceExecutor
@@ -221,7 +221,7 @@ def test_a_first_token_that_ends_the_request_revokes_the_ticket(
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "overlaps"), [(num, False) for num in range(14)] + [(num, True) for num in range(3, 11)]
+    ("num_steps", "overlaps"), every([(num, False) for num in range(14)] + [(num, True) for num in range(3, 11)], 2)
 )
 def test_cancel_frees_everything_in_every_phase(
     num_steps: int, overlaps: bool, checkpoint: Callable[..., Path], make_pair: MakePair
