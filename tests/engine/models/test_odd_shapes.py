@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from index_picks import forward
 from matrix import PAGE_SIZE, Cell, Plain, run_cell
 from node_pair import node_pairs, params
@@ -27,16 +26,11 @@ from baton.engine.checkpoint.read_config import read_model_config
 from baton.engine.models.registry import tensor_specs
 
 NUM_PAGES = 90
-MOST_BOUND = 2e-3  # of a tie, for a reference that disagrees with itself
 LONGEST = 300  # tokens of a prompt
-MEASURED = 150 if is_whole() else 90  # tokens by which a reference is compared with itself
 NUM_TOKENS = 12 if is_whole() else 8  # of an output
 
 
 LENGTHS = thinned([[1, 8, 61], *([*range(i, i + 50)] for i in range(1, LONGEST, 50))], lambda i, _: i == 0)
-
-
-BOUNDS: dict[Path, float] = {}  # by checkpoint
 
 
 class Shape(NamedTuple):
@@ -46,7 +40,7 @@ class Shape(NamedTuple):
     config: dict[str, Any]
     drafter: str = "ngram"  # "mtp": a prediction layer in its own checkpoint
     page_size: int = PAGE_SIZE
-    disagrees: bool = False  # the reference with itself, so that bounds are measured
+    disagrees: bool = False  # the reference with itself, because it computes by two rules
 
 
 SHAPES = {
@@ -248,12 +242,7 @@ def model(shape: Shape, checkpoint: Callable[..., Path]) -> Path:
 
 def reference_of(model: Path, shape: Shape) -> Reference:
     """Return the model in transformers."""
-    reference = Reference(model)
-    if shape.disagrees and model not in BOUNDS:
-        BOUNDS[model] = 2 * reference.disagreement(prompt(MEASURED))
-        assert BOUNDS[model] <= MOST_BOUND
-    reference.bound = max(reference.bound, BOUNDS.get(model, 0.0))
-    return reference
+    return Reference(model, two_rules=prompt(150) if shape.disagrees else ())
 
 
 def settings(shape: Shape, **more: Any) -> dict[str, Any]:
@@ -273,7 +262,8 @@ def test_logits_equal_transformers(model: Path, shape: Shape) -> None:
         if picks or chunks == (len(ids),):
             expected = reference.all_logits(ids, picks)
         assert expected.std() > 0.5  # else everything is close
-        torch.testing.assert_close(logits, expected, atol=reference.bound, rtol=0)
+        error = float((logits - expected).abs().max())
+        assert reference.is_close(error), error
 
 
 def test_the_tensors_are_what_transformers_writes(model: Path) -> None:
