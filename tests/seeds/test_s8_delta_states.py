@@ -11,22 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-import triton_device
 from matrix import coach
 from node_pair import node_pairs, params
 from own_mtp import qwen_mtp_states, with_qwen_mtp
 from solo import caught
 from ties import Reference
 
-from baton.engine import engine
 from baton.engine.attention.pool_rows import PoolRows
 from baton.engine.checkpoint.model_config import DELTA_ROWS, ModelConfig
 from baton.engine.drafters import mtp
-from baton.engine.engine import Engine
 from baton.engine.layers import delta_net
 from baton.engine.layers.delta_net import DeltaNet
-from baton.engine.rounds.device_executor import DeviceExecutor
-from baton.kernels.operations import preferring
 from baton.kernels.state import delta_rule
 from baton.metadata.handoff.server import HandoffServer
 from baton.metadata.wire.request import Unit
@@ -158,23 +153,6 @@ def test_what_a_sibling_leaves_is_caught(
             monkeypatch.setattr(ModelConfig, "with_trees", lambda self, _: self)
     with caught():
         assert served(model, truth, **TREE) == truth
-
-
-@pytest.mark.whole  # the interpreter takes long
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not triton_device.IS_INTERPRETED, reason="a GPU runs the kernels themselves (tests/gpu)")
-def test_kernels_that_lose_the_states_behind_an_accepted_path_are_caught(
-    model: Path, truth: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels in Triton's interpreter verify trees of drafts. The defect: no state is stored where a path passes an
-    edge."""
-    monkeypatch.setattr(DeviceExecutor, "warm_up", lambda self, progress, **_: None)
-    monkeypatch.setattr(Engine, "capture_prompts", lambda self, progress: None)
-    with preferring("triton"):
-        assert served(model, truth, **TREE) == truth
-        monkeypatch.setattr(engine, "store_passed_states", lambda *_: None)
-        with caught():
-            assert served(model, truth, **TREE) == truth
 
 
 @pytest.mark.parametrize("kind", KINDS)
