@@ -12,6 +12,7 @@ import pytest
 import torch
 from matrix import PAGE_SIZE, start_together
 from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params
+from thinned import is_whole
 
 from baton.decode_node.sequence import PromptScores
 from baton.engine import engine as engines
@@ -117,9 +118,9 @@ def test_a_preemption_in_the_middle_of_a_prompt_loses_and_doubles_none(
 ) -> None:
     """A sequence that runs gives way, comes back, and finds pages of its own prompt in the cache, or none."""
     pair, prompt = make_pair(checkpoint("llama"), overlaps=overlaps), prompt_of(4 * CHUNK + 1)
-    theirs = run(pair, "remote", prompt, is_local=False)
+    theirs, places = run(pair, "remote", prompt, is_local=False), range(1, 24, 5 if is_whole() else 10)
     for flushes in (False, True):
-        for num_before in range(1, 24, 5):
+        for num_before in places:
             rid = f"{flushes} {num_before}"
             pair.submit(f"other {rid}", [9] * 5, params(40))
             submit(pair, rid, prompt, cache_salt=rid)
@@ -133,7 +134,7 @@ def test_a_preemption_in_the_middle_of_a_prompt_loses_and_doubles_none(
                 pair.decode.cache.flush()
             pair.run()
             assert_near(pair.done[rid].prompt_logprobs, theirs)
-    assert pair.decode.stats().preemptions == 10
+    assert pair.decode.stats().preemptions == 2 * len(places)
 
 
 def test_without_memory_for_scores_the_request_that_asks_for_them_ends(

@@ -32,7 +32,7 @@ def outputs(model: Path, **settings: Any) -> list[list[int]]:
     both = {"page_size": PAGE_SIZE, "num_pages": 64, "max_running": 4, "chunk_tokens": 8, **settings}
     with closing(NodePair(model, prefill=both, decode=both, overlaps=True)) as pair:
         for index, prompt in enumerate(PROMPTS):
-            pair.submit(f"{index}", prompt, params(4, temperature=float(index % 2), seed=index))
+            pair.submit(f"{index}", prompt, params(3, temperature=float(index % 2), seed=index))
         pair.step_until(lambda: len(pair.decode.scheduler.running) > 1)
         pair.decode.settle()
         if pair.decode.scheduler.running:

@@ -129,30 +129,17 @@ def test_a_client_that_disconnects_frees_both_nodes(cluster: Cluster) -> None:
     cluster.check_books()
 
 
-@pytest.mark.parametrize(
-    ("flags", "values"),
-    [
-        (["--page-size", "32"], ("page_size", "16", "32")),
-        (["--dtype", "bfloat16"], ("dtype", "float32", "bfloat16")),
-    ],
-)
-def test_nodes_that_cannot_be_paired_log_why(
-    flags: list[str], values: tuple[str, ...], new_cluster: NewCluster
-) -> None:
-    cluster = new_cluster().start()
-    stranger = cluster.start_node("decode", "stranger", *flags)
-    assert stranger.wait(30) == 3
-    for value in values:
-        assert value in stranger.log, stranger.log
-    cluster.complete("still serving", max_tokens=2)
-
-
-def test_a_node_with_another_model_of_the_same_name_is_refused(
+def test_nodes_that_cannot_be_paired_are_refused_and_log_why(
     new_cluster: NewCluster, checkpoint: Callable[..., Path]
 ) -> None:
     cluster = new_cluster().start()
-    name = cluster.model_name
-    other = cluster.start_node("decode", "other", "--model-name", name, model=checkpoint("llama"))
+    pages = cluster.start_node("decode", "pages", "--page-size", "32")
+    dtype = cluster.start_node("decode", "dtype", "--dtype", "bfloat16")
+    other = cluster.start_node("decode", "other", "--model-name", cluster.model_name, model=checkpoint("llama"))
+    for stranger, values in ((pages, ("page_size", "16", "32")), (dtype, ("dtype", "float32", "bfloat16"))):
+        assert stranger.wait(30) == 3
+        for value in values:
+            assert value in stranger.log, stranger.log
     assert other.wait(30) == 3
     assert "weights" in other.log or "layers" in other.log or "fingerprint" in other.log, other.log
     assert other.log.count("the router refused this node: ") == other.log.count("paired with nobody") == 1, other.log

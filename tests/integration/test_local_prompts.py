@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,13 @@ BODIES: list[dict[str, Any]] = [
     {"max_tokens": 8, "temperature": 1.0, "seed": 5, "n": 2, "logprobs": 2, "echo": True},
 ]
 PROMPT = "def main(arguments):\n    for each in arguments:\n        print(each)\n    return 0\n\n\nclass Each:\n"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A prefill node that computes all prompts, and a decode node."""
+    with Cluster(tmp_path_factory.mktemp("reference"), DEMO, is_forked=True) as cluster:
+        yield cluster.start()
 
 
 class Answer(NamedTuple):
@@ -48,9 +55,7 @@ def answers(ask: Any) -> list[list[Answer]]:
     return found
 
 
-def test_baton_up_without_prefill_nodes_serves_the_same_text(
-    tmp_path: Path, new_cluster: Callable[..., Cluster]
-) -> None:
+def test_baton_up_without_prefill_nodes_serves_the_same_text(tmp_path: Path, reference: Cluster) -> None:
     with up(tmp_path, DEMO, "--prefill", "0", "--decode", "1", "--no-draft-adaptive") as running:
         assert len(running.family()) == 2
 
@@ -64,12 +69,11 @@ def test_baton_up_without_prefill_nodes_serves_the_same_text(
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0, usage
         assert usage["speculation"]["accepted_tokens"] > 0, usage
         assert running.request("GET", "/ready")[1]["local_prefill"]
-    cluster = new_cluster(DEMO).start()
-    remote = answers(lambda body: cluster.post("/v1/completions", body)[1])
+    remote = answers(lambda body: reference.post("/v1/completions", body)[1])
     for ours, theirs in zip(itertools.chain(*local), itertools.chain(*remote), strict=True):
         assert ours[:2] == theirs[:2]
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
-    assert "local_prefill" not in cluster.get("/ready")[1]
+    assert "local_prefill" not in reference.get("/ready")[1]
 
 
 def test_requests_go_on_when_the_only_prefill_node_is_killed_and_return_when_one_joins(cluster: Cluster) -> None:
@@ -95,7 +99,7 @@ def test_requests_go_on_when_the_only_prefill_node_is_killed_and_return_when_one
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["--max-gap-ms", "1"], marks=pytest.mark.whole)])
 def test_auto_gives_the_text_of_never_wherever_a_prompt_is_computed(
-    flags: list[str], new_cluster: Callable[..., Cluster]
+    flags: list[str], new_cluster: Callable[..., Cluster], reference: Cluster
 ) -> None:
     """Conversations of three turns run side by side, with prompts of several lengths."""
     num = 6 if is_whole() else 4
@@ -125,7 +129,6 @@ def test_auto_gives_the_text_of_never_wherever_a_prompt_is_computed(
     assert sum(places.values()) == 3 * num and {place for place, _ in places} <= {"local", "remote"}, places
     if not flags:  # the decode nodes have the history, and room
         assert places.get(("local", "sooner"), 0) > 0, places
-    reference = new_cluster(DEMO).start()
     cluster = reference
     assert list(map(converse, range(num))) == found
     assert set(placed(reference)) == {("remote", "never")}

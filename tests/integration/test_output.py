@@ -75,6 +75,7 @@ def test_demo_model_equals_transformers_over_several_chunks(new_cluster: Callabl
     assert reference.num_ties <= 1
 
 
+@pytest.mark.whole  # tests/decode_node/test_node_pair.py has it in one process
 def test_preemption_and_batches_change_no_token(
     checkpoint: Callable[..., Path], new_cluster: Callable[..., Cluster]
 ) -> None:
@@ -117,6 +118,7 @@ def _books_after_canaries(cluster: Cluster) -> Any:
     return cluster.ledger()["nodes"]
 
 
+@pytest.mark.whole  # tests/decode_node/test_node_pair.py has both in one process
 def test_choices_cost_one_prefill_and_one_token_no_decode_node(cluster: Cluster) -> None:
     before = _books_after_canaries(cluster)
     prompt = random_prompts(50, [70])[0]

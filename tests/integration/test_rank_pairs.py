@@ -1,7 +1,8 @@
 """Nodes with ranks give the tokens of nodes with one rank, with every drafter and between unlike numbers of ranks.
 
 Each case runs all requests of support/oracles/matrix.py: greedy and seeded, with penalties, log-probabilities, several
-choices and stops; together, with late ones, with prefix hits, and preempted. The gate runs two of the cases.
+choices and stops; together, with late ones, with prefix hits, and preempted. The gate runs two of the cases, each with
+four of the requests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import drafters
 import pytest
 from drawn_places import Place
 from heads import ALGORITHM
-from matrix import PAGE_SIZE, Cell, Plain, run_cell
+from matrix import ASKS, PAGE_SIZE, Cell, Plain, run_cell
 from node_pair import node_pairs
 from thinned import is_whole
 
@@ -60,7 +61,7 @@ def plain(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         model = drafters.target_of(name, checkpoint, **dict(config))
         if name != drafters.STREAM_MTP:
             model = drafters.make_bigram(model, tmp_path_factory.mktemp("model") / "target", 0.5)
-        return model, Plain.of(model)
+        return model, Plain.of(model, ASKS if is_whole() else ASKS[:4])
 
     return lambda case: get(case.drafter if case.drafter == drafters.STREAM_MTP else "", tuple(case.config.items()))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,26 @@ PROMPTS = [[1 + (7 * index + step) % 50 for step in range(20 + index)] for index
 FREED_S = 2.0  # after this time, no ledger shows a request of a dead router
 
 
-@pytest.fixture
-def clusters(new_cluster: NewCluster) -> tuple[Cluster, Cluster]:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[tuple[Cluster, Cluster]]:
     """Two routers, and one prefill and one decode node that have joined both. The first one has started the nodes."""
-    other, cluster = new_cluster(), new_cluster()
-    other.start_router()
-    cluster.also_join = (other.node_address,)
-    cluster.start(node_flags=["--num-pages", "200"])
-    other.wait_ready(num_nodes=2)
-    return cluster, other
+    first, second = (tmp_path_factory.mktemp(name) for name in ("first", "second"))
+    with Cluster(second, model_dir, is_forked=True) as other, Cluster(first, model_dir, is_forked=True) as cluster:
+        other.start_router()
+        cluster.also_join = (other.node_address,)
+        cluster.start(node_flags=["--num-pages", "200"])
+        yield cluster, other
+
+
+@pytest.fixture
+def clusters(shared: tuple[Cluster, Cluster]) -> tuple[Cluster, Cluster]:
+    """The same, after a test that has killed the second router, too."""
+    other = shared[1]
+    if other.processes["router"].popen.poll() is not None:
+        other.start_router()
+    for each in shared:
+        each.wait_ready(num_nodes=2)
+    return shared
 
 
 def texts(cluster: Cluster, seeds: range, **fields: Any) -> list[str]:

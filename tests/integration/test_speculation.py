@@ -34,7 +34,7 @@ TEXTS = [
 
 def bodies() -> list[dict[str, Any]]:
     """Return greedy and seeded requests, some with a stop string, penalties or several choices."""
-    common = {"max_tokens": 48, "return_token_ids": True}
+    common = {"max_tokens": 48 if is_whole() else 32, "return_token_ids": True}
     greedy = [{**common, "prompt": text, "temperature": 0} for text in TEXTS]
     seeded = [{**common, "prompt": text, "temperature": 0.8, "top_p": 0.95, "seed": i} for i, text in enumerate(TEXTS)]
     greedy[4]["stop"] = ["return"]
