@@ -79,7 +79,6 @@ WRONG_SIDES = {"_extend": extend_of_the_draft, "_recurrent": recurrent_of_the_wr
 
 def check_served(make_pair: MakePair, model: Path, drafting: dict[str, Any]) -> None:
     """Check that nodes with this drafter speculate, and generate the text of nodes without one."""
-    load_engine(DecodeConfig(model=str(model), device="cpu", threads=1, num_pages=8, **drafting))
     pair = make_pair(model, **drafting)
     assert text_of(pair) == plain_text_of(model)
     pair.check_books()
@@ -149,7 +148,7 @@ def test_a_head_of_another_width_reads_the_collapsed_states_of_streams(
     is_mutated: bool, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EAGLE-3 on DeepSeek-V4: its rows are three collapsed states. The defect: each of them has all streams."""
-    model = checkpoint("deepseek_v4", hc_mult=4)
+    model = target_of(STREAM_MTP, checkpoint, hc_mult=4)
     drafting = settings("eagle3", model, tmp_path, hidden_size=24)
     if not is_mutated:
         check_served(make_pair, model, drafting)
@@ -198,6 +197,7 @@ def unlike_dtypes(kind: str, dtypes: tuple[str, str], model: Path, directory: Pa
     return {"dtype": dtypes[0], "draft_dtype": dtypes[1], **drafting, **shape}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", WITH_DTYPE)
 def test_every_state_and_pool_has_the_dtype_of_its_side(
@@ -223,7 +223,7 @@ def test_every_state_and_pool_has_the_dtype_of_its_side(
 
 @pytest.mark.parametrize(
     ("kind", "draft_dtype"),
-    thinned(itertools.product(WITH_DTYPE, ("bfloat16", "float16")), lambda i, *_: i % 4 in (0, 3)),
+    thinned(itertools.product(WITH_DTYPE, ("bfloat16", "float16")), lambda i, *_: i in (0, 5, 10)),
 )
 def test_a_draft_of_16_bits_serves_a_float32_target(
     kind: str, draft_dtype: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
@@ -233,7 +233,7 @@ def test_a_draft_of_16_bits_serves_a_float32_target(
     check_served(make_pair, model, unlike_dtypes(kind, ("float32", draft_dtype), model, tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", thinned(["eagle", "eagle3"], lambda i, _: i == 0))
 def test_a_tree_of_16_bits_serves_a_float32_target(
     kind: str, checkpoint: Checkpoint, make_pair: MakePair, tmp_path: Path
 ) -> None:

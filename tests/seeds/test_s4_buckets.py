@@ -109,7 +109,7 @@ def check(bucketed: Solo, direct: Solo, monkeypatch: pytest.MonkeyPatch) -> list
     return [count for sequence in ours for count in sequence.num_accepted]
 
 
-OFTEN = ("standalone", "eagle", "mtp-deepseek", "frozen-kv-mtp", "mtp3-deepseek", "mtp-of-glm4")
+OFTEN = ("standalone", "eagle", "frozen-kv-mtp", "mtp3-deepseek")
 
 
 @pytest.mark.parametrize(  # test_s4_source_of_state.py has the others
@@ -192,7 +192,7 @@ def test_a_padding_row_that_is_not_reset_is_caught(make_solo: MakeSolo, monkeypa
     ("name", "num_missed"),
     thinned(
         itertools.product(("eagle", "standalone", "mtp3-deepseek", "mtp3-mimo"), (1, 2, MAX_MISSED)),
-        lambda i, name, num_missed: i % 3 == i // 3 % 3 or num_missed == MAX_MISSED,
+        lambda i, *_: i in (2, 3, 7, 11),
     ),
 )
 def test_the_drafter_catches_up(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import TREES_OF_FAMILIES, settings, target_of
+from drafters import ALIKE, TREES_OF_FAMILIES, settings, target_of
 from node_pair import params
 from scratch import Outsiders, check_against_scratch
 from solo import Solo, caught, coach, plain_texts, spied
@@ -157,7 +157,7 @@ def accepted_paths() -> Iterator[list[tuple[int, ...]]]:
             ("mtp-of-deepseek", 2),
             ("eagle3-on-gpt-oss", 3),
         ],
-        lambda i, *_: i in (0, 5, 9, 11),
+        lambda i, *_: i in (5, 9, 11),
     ),
 )
 def test_kv_after_rounds_of_trees_equals_a_recompute(
@@ -168,7 +168,7 @@ def test_kv_after_rounds_of_trees_equals_a_recompute(
     assert len({path for path in paths if path != tuple(range(1, len(path) + 1))}) > 4, paths
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, lambda i, _: i % 2 == 0))
+@pytest.mark.parametrize("name", thinned(NAMES, lambda i, _: i % 4 == 0))
 def test_an_accepted_path_that_overlaps_its_target_is_moved_whole(
     name: str, make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +238,7 @@ def proposed(solo: Solo) -> Iterator[list[list[int]]]:
         solo.drafter.propose = propose  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *TREES_OF_FAMILIES])
+@pytest.mark.parametrize("name", thinned([*NAMES, *TREES_OF_FAMILIES], lambda _, name: name not in ALIKE))
 def test_each_node_of_a_tree_has_the_right_position(name: str, make_solo: MakeSolo) -> None:
     check_positions(name, make_solo(name))
 

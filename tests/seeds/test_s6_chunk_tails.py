@@ -36,7 +36,9 @@ BOUND = 1e-4
 def prompts() -> list[list[int]]:
     """Return prompts of many lengths. The last three share two full pages; the first of them goes on for one token."""
     rng = random.Random(6)
-    cases = [[rng.randrange(512) for _ in range(num)] for num in (1, 3, 4, 5, 8, 9, 13)]
+    cases = [
+        [rng.randrange(512) for _ in range(num)] for num in ((1, 3, 4, 5, 8, 9, 13) if is_whole() else (1, 4, 5, 9))
+    ]
     stem = [rng.randrange(512) for _ in range(9)]
     return [*cases, [*stem, 1, 2], [*stem[:8], 3, 4, 5], [*stem[:8], 6]]
 
@@ -129,13 +131,7 @@ def truths(model: Path, monkeypatch: pytest.MonkeyPatch, num_told: int = 4) -> N
     coach(monkeypatch, known, lambda seed, position: (position + seed + 2) % 5 < num_told)
 
 
-CHUNK_OF = {
-    "standalone": 1,
-    "eagle3": PAGE,
-    "mtp-mimo": PAGE + 1,
-    "mtp3-deepseek": PAGE - 1,
-    "mtp-of-glm-dsa": PAGE + 1,
-}
+CHUNK_OF = {"standalone": 1, "eagle3": PAGE, "mtp-mimo": PAGE + 1, "mtp3-deepseek": PAGE - 1}
 
 
 @pytest.mark.parametrize("name", thinned(ALL, lambda _, name: name in CHUNK_OF))
@@ -155,7 +151,7 @@ def test_chunks_and_prefix_hits_make_no_difference(
         assert any(result.ended and result.ended.num_cached for result in pair.results.values())
 
 
-ALONE = ("eagle", "mtp-deepseek", "frozen-kv-mtp", "eagle-on-latents", SIX_LAYERS)
+ALONE = ("eagle", "frozen-kv-mtp", "eagle-on-latents", SIX_LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +196,7 @@ def check_against_whole(
     name: str, model: Path, directory: Path, make_pair: MakePair, chunk: int, mutate: Callable[[NodePair], None]
 ) -> None:
     drafter = settings(name, model, directory, steps=3)
-    some = slice(5, None)  # the longer ones, the last of which share pages
+    some = slice(-5, None)  # the longer ones, the last of which share pages
     whole = run(make_pair(model, **drafter, chunk_tokens=WHOLE, prefix_cache=False), "r", some)
     pair = make_pair(model, **drafter, chunk_tokens=chunk)
     mutate(pair)

@@ -117,7 +117,11 @@ def test_chunks_are_padded_to_one_bucket_of_all_ranks(
     """A scored chunk has no graph, so no rank uses one."""
     monkeypatch.setattr(engine, "bucket_sizes", lambda *_, **__: [16, 32])
     config = DecodeConfig(
-        model=str(checkpoint("llama", num_hidden_layers=1)), device="cpu", threads=1, page_size=4, num_pages=32
+        model=str(checkpoint("llama", num_hidden_layers=1, hidden_size=32, intermediate_size=32)),
+        device="cpu",
+        threads=1,
+        page_size=4,
+        num_pages=32,
     )
     plain = Recompute([BatchRow(list(range(5, 15)), 0, [1, 2, 3], 0)], [list(range(5, 16))])
     longer = Recompute([BatchRow(list(range(30, 50)), 0, [4, 5, 6, 7, 8], 0)], [list(range(30, 51))])

@@ -2,15 +2,13 @@
 
 Alone, prefill, rounds, catching up and the end of prompts run on zero rows with every drafter. Beside a live rank, an
 idle one joins every collective operation, in every phase, and the output is that of one process. Each defect is put in
-once and caught. All cells run with BATON_WHOLE_MATRIX=1. Otherwise each drafter runs alike its target, with one rank
-first, and half of the pairs of drafter and variant do. The second layout of MTP heads and the heads of families with
-experts or latents run without variants. Beside a live rank, one family per kind of pools runs.
+once and caught. All cells run with BATON_WHOLE_MATRIX=1. Otherwise each class of drafters runs in one variant or two,
+each variant with one of the classes, and one family per kind of pools.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import ALL, OF_FAMILIES, STREAM_MTP, TREES_OF_FAMILIES, settings, target_of
+from drafters import ALIKE, ALL, OF_FAMILIES, STREAM_MTP, TREES_OF_FAMILIES, settings, target_of
 from idle_ranks import Cell, World, Worlds, cells
 from solo import Solo
-from thinned import every, thinned
+from thinned import every, is_whole, thinned
 
 from baton.engine.pace.draft_length import DraftShape
 from baton.engine.ranks.agreement import Agreed
@@ -35,7 +33,13 @@ TREES = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", "frozen-kv-mtp", *TREES_
 EVERYTHING = Needs(True, True, True, True, True, True, 2)
 
 
-@pytest.mark.parametrize(("name", "topk"), [*((name, 1) for name in ("ngram", *ALL)), *((name, 2) for name in TREES)])
+@pytest.mark.parametrize(
+    ("name", "topk"),
+    thinned(
+        [*((name, 1) for name in ("ngram", *ALL)), *((name, 2) for name in TREES)],
+        lambda _, name, __: name not in ALIKE,
+    ),
+)
 def test_a_rank_without_rows_runs_everything(
     name: str, topk: int, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -56,7 +60,7 @@ def test_a_rank_without_rows_runs_everything(
     assert all(torch.equal(kv, before) for kv, before in zip(solo.engine.kvs, kvs, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ngram", *ALL])
+@pytest.mark.parametrize("name", thinned(["ngram", *ALL], lambda _, name: name not in ALIKE))
 def test_the_draft_state_of_no_prompts_has_the_widths_of_the_layout(
     name: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -79,27 +83,24 @@ def test_the_draft_state_of_no_prompts_has_the_widths_of_the_layout(
 
 # --- an idle rank beside a live one ---
 
-IS_WHOLE = "BATON_WHOLE_MATRIX" in os.environ
-WITHOUT_VARIANTS = ("mtp-mimo", "mtp3-mimo", *OF_FAMILIES)
-BESIDE_A_LIVE_RANK = ("mtp-of-deepseek", "mtp-of-glm-dsa", STREAM_MTP, "eagle3-on-gpt-oss")  # of OF_FAMILIES
-VARIANTS = list(dict.fromkeys(cell.variant for cell in cells()))
+BESIDE_A_LIVE_RANK = ("mtp-of-glm-dsa", STREAM_MTP)  # of OF_FAMILIES
+IN_GATE = {  # drafters, by variant; the second rank begins in every other one
+    "alike": ("ngram", "mtp3-mimo", *BESIDE_A_LIVE_RANK),
+    "padded": ("standalone", "mtp3-deepseek"),
+    "narrow": ("frozen-kv-mtp",),
+    "wide": ("eagle3",),
+    "float32-bfloat16": ("eagle",),
+    "bfloat16-float32": ("eagle3",),
+    "tree": ("mtp-deepseek",),
+}
 
 
 def has_own_pools(name: str) -> bool:
     return name not in OF_FAMILIES or name in BESIDE_A_LIVE_RANK
 
 
-def is_chosen(number: int, cell: Cell) -> bool:
-    """Return whether a cell runs without BATON_WHOLE_MATRIX=1. A drafter meets every other variant."""
-    if cell.drafter in OF_FAMILIES:
-        return has_own_pools(cell.drafter) and (cell.variant, cell.first) == ("alike", 0)
-    if number % 8 not in (0, 7):
-        return False
-    turn = ("ngram", *ALL).index(cell.drafter) + VARIANTS.index(cell.variant)
-    return cell.variant == "alike" or (cell.drafter not in WITHOUT_VARIANTS and turn % 2 == 0)
-
-
-CELLS = [cell for number, cell in enumerate(cells()) if IS_WHOLE or is_chosen(number, cell)]
+CHOSEN = [Cell(name, variant, i % 2) for i, (variant, names) in enumerate(IN_GATE.items()) for name in names]
+CELLS = cells() if is_whole() else CHOSEN
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ SECOND = ([3, 5], params(4))
 def test_a_rank_is_idle_in_every_phase(
     name: str, buckets: tuple[int, ...], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    model = target_of(name, checkpoint, num_hidden_layers=2)
+    model = target_of(name, checkpoint, num_hidden_layers=1)
     drafting = settings(name, model, tmp_path, steps=2)
     if name == "standalone":
         drafting["draft_model"] = str(perturbed(model, tmp_path / "often right", 0.05))

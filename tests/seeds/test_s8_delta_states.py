@@ -28,7 +28,7 @@ from baton.metadata.wire.request import Unit
 
 PAGE_SIZE = 4  # and of a block
 PROMPT = random.Random(8).choices(range(1, 512), k=41)
-NUM_TOKENS = 24
+NUM_TOKENS = 20
 KINDS = ["rows", "updates", "states"]  # of the pools behind that of KV
 
 

@@ -33,7 +33,7 @@ BY_WINDOW = ("mtp-of-mimo", "eagle-on-gemma4")
 # a drafter's target, and the width of the rows: MiMo's values are 16 numbers wide, so are Gemma 4's heads with a window
 WIDTHS = thinned([(name, width) for name in BY_WINDOW for width in (16, 24)], lambda i, *_: i == 0)
 PROMPT = random.Random(8).choices(range(1, 512), k=45)  # a fifth of them is attended to
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ WIRE = [(NAME, 1, False), (NAME, 1, True)]
 WIRE += [(name, pool, False) for name, num in (("mtp-of-mimo", 4), ("eagle-on-gemma4", 2)) for pool in range(num)]
 
 
-@pytest.mark.parametrize(("name", "pool", "is_in_passing"), thinned(WIRE, lambda i, *_: i in (0, 1, 5)))
+@pytest.mark.parametrize(("name", "pool", "is_in_passing"), thinned(WIRE, lambda i, *_: i in (1, 5)))
 def test_one_wrong_number_on_the_wire_is_found(
     name: str, pool: int, is_in_passing: bool, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,8 @@ def model(checkpoint: Callable[..., Path]) -> DecoderModel:
     path = checkpoint(
         "deepseek_v4",
         num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=16,
         layer_types=[f"{kind}_attention" for kind in ("compressed_sparse", "heavily_compressed")],
         mlp_layer_types=["hash_moe", "moe"],
         n_routed_experts=3,

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafters import ALL, settings, target_of
+from drafters import ALIKE, ALL, settings, target_of
+from thinned import thinned
 
 from baton.decode_node.config import DecodeConfig
 from baton.engine.drafters.base import DraftState
 from baton.engine.engine import Engine
 from baton.engine.sampling.batch import SamplingBatch
 
-KINDS = ("ngram", *ALL)
+KINDS = thinned(("ngram", *ALL), lambda _, kind: kind not in ALIKE)
 
 
 @pytest.fixture(params=KINDS)

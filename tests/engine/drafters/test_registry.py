@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafters import ALL, settings, target_of
+from drafters import ORDINARY, settings, target_of
 from node_pair import node_pairs, params
 
 from baton.decode_node.config import DecodeConfig
@@ -55,7 +55,7 @@ def test_every_drafter_has_a_kind_that_the_tests_over_all_drafters_run(
 ) -> None:
     """A drafter that no test loads does not pass unnoticed."""
     found = set()
-    for kind in ("ngram", *ALL):
+    for kind in ("ngram", *ORDINARY):
         model = target_of(kind, checkpoint)
         engine = Engine(DecodeConfig(model=str(model), device="cpu", num_pages=8, **settings(kind, model, tmp_path)))
         assert engine.drafter is not None, kind

@@ -49,6 +49,7 @@ def check_drafts(plain: Plain, texts: Sequence[Text], drafted: list[list[int]]) 
         assert found == wanted
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [[{}] * 3, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("chunk", [64, 5, 1])
 def test_prompts_and_rounds_equal_a_recompute(

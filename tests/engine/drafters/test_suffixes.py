@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.engine.drafters import suffixes
@@ -68,6 +68,7 @@ def common_suffix(one: list[int], other: list[int]) -> int:
 
 
 @pytest.mark.parametrize("tokens", [FEW_TOKENS, ODD_TOKENS])
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(data=st.data(), max_tokens=st.integers(1, suffixes.MAX_HOPS))
 def test_equals_a_plain_search(tokens: st.SearchStrategy[int], data: st.DataObject, max_tokens: int) -> None:
     shared, plain = SharedSuffixes(max_tokens), PlainSuffixes(max_tokens)
@@ -169,6 +170,7 @@ def plain_own_lookup(ids: list[int], num_steps: int, min_match: int, max_match: 
 
 
 @pytest.mark.parametrize("tokens", [FEW_TOKENS, ODD_TOKENS, st.integers(0, 300)])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), num_steps=st.integers(0, 6), min_match=st.integers(1, 3), max_match=st.integers(1, 6))
 def test_own_text_equals_a_plain_search(
     tokens: st.SearchStrategy[int], data: st.DataObject, num_steps: int, min_match: int, max_match: int

@@ -31,6 +31,8 @@ _HEADS = {  # a target's family, and the head of it
 }
 OF_FAMILIES = (*_OWN, *_HEADS)  # on targets with experts, latents or windows
 TREES_OF_FAMILIES = tuple(name for name in OF_FAMILIES if name != STREAM_MTP)
+# others have their drafters, or the kinds of their pools
+ALIKE = ("mtp-of-glm4", "mtp-of-deepseek", "mtp-of-mimo", "eagle3-on-qwen3-moe", "eagle-on-gemma4")
 RARE = ("mtp-of-mimo", "eagle-on-gemma4", STREAM_MTP)  # the gate leaves them out of tests that take long
 ALL = (*ORDINARY, *OF_FAMILIES)
 SHIFTED = ("eagle", "eagle3", "mtp-deepseek", "mtp-mimo", *OF_FAMILIES)

@@ -322,12 +322,12 @@ def spied(drafter: Any) -> Iterator[SpyLog]:
 def plain_texts(
     model: Path, prompts: Sequence[Sequence[int]], asked: Callable[[int], SamplingParams], num_tokens: int
 ) -> dict[int, list[int]]:
-    """Return each prompt with the tokens after it, by its index, computed without drafts."""
+    """Return each prompt with the tokens after it, by its index, computed side by side without drafts."""
     solo = Solo(model, speculative="ngram")
-    return {
-        index: [*prompt, *solo.run(solo.start(prompt, asked(index)), num_tokens, 0)]
-        for index, prompt in enumerate(prompts)
-    }
+    sequences = [solo.start(prompt, asked(index)) for index, prompt in enumerate(prompts)]
+    for _ in range(num_tokens - 1):
+        solo.round(sequences, 0)
+    return {index: sequence.token_ids for index, sequence in enumerate(sequences)}
 
 
 def coach(monkeypatch: Any, truths: dict[int, list[int]], is_told: Callable[[int, int], bool]) -> None:

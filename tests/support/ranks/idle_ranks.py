@@ -19,7 +19,7 @@ from drafters import ALL, make_bigram, make_right, settings, target_of
 from heads import KINDS
 from node_pair import params
 from rank_sequences import RankSequences, Request
-from solo import Running, Solo, coach
+from solo import Running, coach, plain_texts
 from thread_ranks import ThreadRanks
 
 from baton.decode_node.config import DecodeConfig
@@ -234,9 +234,7 @@ class Worlds:
     def _truths_of(self, model: Path) -> dict[str, list[int]]:
         if model not in self._truths:
             torch.set_num_threads(1)
-            one = Solo(model, speculative="ngram")
-            self._truths[model] = {
-                name: one.run(one.start(ids, wanted), wanted.max_tokens + 4, 0)
-                for name, (ids, wanted) in REQUESTS.items()
-            }
+            prompts, asked = zip(*REQUESTS.values(), strict=True)
+            texts = plain_texts(model, prompts, asked.__getitem__, max(each.max_tokens for each in asked) + 4)
+            self._truths[model] = {name: texts[index][len(prompts[index]) :] for index, name in enumerate(REQUESTS)}
         return self._truths[model]
