@@ -44,6 +44,8 @@ def fingerprint_of(config: ModelConfig, tensors: Mapping[str, bytes]) -> str:
     if "experts" in fields:  # the same for its fields with defaults
         defaults = _defaults(ExpertsConfig)
         fields["experts"] = {name: value for name, value in fields["experts"].items() if value != defaults[name]}
+    if "delta" in fields:
+        del fields["delta"]["state_dtype"]  # of the node's pages; the schema tells it
     digest = xxhash.xxh3_128(json.dumps(fields, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(tensors[name])

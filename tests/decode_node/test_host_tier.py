@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import drafters
+import msgspec
 import pytest
 from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params
 from thinned import is_whole, thinned
 
 from baton.engine.state.pages import Owner
 from baton.engine.state.prefix_cache import PrefixCache
+from baton.engine.tiers.page_files import MAGIC, PageHeader
 from baton.metadata.wire.membership import Flush
 
 PAGE_SIZE = 4
@@ -249,11 +251,20 @@ def test_conversations_go_on_after_a_restart_by_files(
 
     expected, num_whole = run(plain, longer)
     run(tiered, prompts)
-    [damaged, *_] = sorted((tmp_path / "files").glob("*/*.page"))
+    damaged = last_page(tmp_path / "files")
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")  # in the part of the last rank
     texts, num_computed = run(tiered, longer)
     assert texts == expected
     assert num_computed < num_whole / 2
+
+
+def last_page(directory: Path) -> Path:
+    """Return the file of a page that no other page is behind."""
+    files = sorted(directory.glob("*/*.page"))
+    contents = [file.read_bytes()[len(MAGIC) + 16 :] for file in files]  # behind the digest
+    headers = [data[4 : 4 + int.from_bytes(data[:4], "big")] for data in contents]
+    parents = {msgspec.msgpack.decode(header, type=PageHeader).parent for header in headers}
+    return next(file for file in files if bytes.fromhex(file.stem) not in parents)
 
 
 def settle(cache: PrefixCache) -> None:

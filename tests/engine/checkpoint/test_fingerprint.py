@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import xxhash
 from checkpoints import shard
 
 from baton.engine.checkpoint.checkpoint import tensor_digests
-from baton.engine.checkpoint.fingerprint import fingerprint
+from baton.engine.checkpoint.fingerprint import fingerprint, fingerprint_of
 from baton.engine.checkpoint.read_config import read_model_config
 
 Checkpoint = Callable[..., Path]
@@ -68,6 +68,14 @@ def test_what_other_families_have_is_not_in_the_fingerprint(model_dir: Path) -> 
     for name in sorted(tensors):
         digest.update(tensors[name])
     assert fingerprint(model_dir) == digest.hexdigest()
+
+
+def test_the_type_of_a_nodes_states_is_not_in_the_fingerprint(checkpoint: Checkpoint) -> None:
+    """It is in the schema. Files of pages, and nodes of a release that knew no such type, stay valid."""
+    config = read_model_config(checkpoint("qwen3_next"))
+    assert config.delta is not None
+    other = replace(config, delta=replace(config.delta, state_dtype="bfloat16"))
+    assert fingerprint_of(other, {}) == fingerprint_of(config, {})
 
 
 def test_fingerprint_sees_one_byte(model_dir: Path) -> None:
