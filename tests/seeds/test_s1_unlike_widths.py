@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import local_nodes
 import pytest
 import torch
 from drafters import STREAM_MTP, make_bigram, make_right, target_of
@@ -133,6 +134,7 @@ def test_a_layout_that_asks_the_wrong_side_is_caught(
     model = checkpoint("llama", hidden_size=sizes[0])
     drafting = settings(kind, model, tmp_path, hidden_size=sizes[1])
     monkeypatch.setattr(HiddenLayout, phase, WRONG_SIDES[phase])
+    monkeypatch.setattr(local_nodes, "warm", set())  # the node's warm-up finds it
     if sizes[0] == sizes[1]:
         check_served(make_pair, model, drafting)  # equal sizes cannot tell
     else:
@@ -154,6 +156,7 @@ def test_a_head_of_another_width_reads_the_collapsed_states_of_streams(
         check_served(make_pair, model, drafting)
         return
     monkeypatch.setattr(HiddenLayout, "_extend", lambda layout: HiddenSpec(3 * 4 * 64, layout.target_dtype))
+    monkeypatch.setattr(local_nodes, "warm", set())  # the node's warm-up finds it
     with pytest.raises(ValueError, match=r"extend state of eagle3 is \[num_rows, 768\] float32, not \(\d, 192\)"):
         check_served(make_pair, model, drafting)
 

@@ -82,7 +82,7 @@ def _known_costs() -> Any:
     return patch.object(pacing, "measure_costs", lambda *_: ChunkCosts({16: 0.001, 512: 0.02}))
 
 
-_warm: set[str] = set()  # models that an engine of this process has run
+warm: set[str] = set()  # models that an engine of this process has run
 
 
 @contextmanager
@@ -93,10 +93,10 @@ def _warm_up_once(config: EngineConfig) -> Iterator[None]:
     def know(engine: Engine, chunk_tokens: int) -> None:
         engine.lease_s, engine.longest_chunk = MIN_LEASE_S, (chunk_tokens, _CHUNK_S)
 
-    is_warm = config.model in _warm and config.device == "cpu"
+    is_warm = config.model in warm and config.device == "cpu"
     with patch.object(Engine, "warm_up", know) if is_warm else nullcontext():
         yield
-    _warm.add(config.model)
+    warm.add(config.model)
 
 
 def _ranked(
