@@ -13,7 +13,7 @@ import drafters
 import msgspec
 import pytest
 from node_pair import ROUTER_EPOCH, NodePair, node_pairs, params
-from thinned import is_whole, thinned
+from thinned import thinned
 
 from baton.engine.state.pages import Owner
 from baton.engine.state.prefix_cache import PrefixCache
@@ -137,7 +137,7 @@ def test_evictions_at_every_moment_change_no_token(
     is_drafter = name in drafters.ALL
     model = drafters.target_of(name, checkpoint) if is_drafter else checkpoint(name)
     speculation = drafters.settings(name, model, tmp_path) if is_drafter else {}
-    prompts = conversations(4, 4 if is_whole() else 3)
+    prompts = conversations(4, 4)
     common = SETTINGS | speculation
     expected = play(make_pair(model, prefill=common, decode=common | {"num_pages": 400}), prompts)
     tight = common | {"num_pages": 48, "host_cache_gb": host_cache_gb}
