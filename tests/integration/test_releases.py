@@ -93,12 +93,12 @@ def test_processes_of_two_releases_share_the_work(
     nodes, rounds = [each for name, each in cluster.processes.items() if name != "router"], itertools.count()
 
     def have_served() -> bool:
-        """Return whether each node has served a request; if not, send new ones. A node whose chunks were measured at a
-        bad moment gets them when it has computed canaries in less time."""
+        """Return whether each node has served a request; if not, send so many that also a node whose chunks were
+        measured at a bad moment gets some."""
         if all("rid=cmpl-" in node.log for node in nodes):
             return True
         number = next(rounds)
-        _texts(cluster, [f"{number} {prompt}" for prompt in PROMPTS])
+        _texts(cluster, [f"{number} {place} {prompt}" for place in range(3) for prompt in PROMPTS])
         return False
 
     wait_until(have_served, lambda: cluster.tails(), 60)
