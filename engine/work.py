@@ -1,4 +1,5 @@
-"""What a scheduler asks of executors (*work*), and what they answer (*reports*), as plain values. Imports no torch.
+"""Messages between a scheduler and executors: *work* is what the scheduler asks for, *reports* are the answers. Both
+are plain values. Imports no torch.
 
     scheduler --Work--> Executor --Report--> scheduler
 

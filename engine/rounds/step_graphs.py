@@ -1,4 +1,4 @@
-"""CUDA graphs for rounds that cannot be one graph. They are three graphs, one per step:
+"""Captures rounds as three CUDA graphs, one for each step. Most rounds are one graph. These cannot be:
 
 - Rounds that share their forward with a chunk of prompts, so that the weights are read once.
 - Rounds with a grammar. After the drafter has proposed tokens, the host computes which of them the grammar allows

@@ -46,8 +46,8 @@ def tails_beside(
     max_running: int,
     relative_size: float = 1.0,
 ) -> int:
-    """Return how many tail pages to allocate beside `num_pages` kept pages: at most as many. Both numbers include the
-    page that only padding rows use.
+    """Return how many tail pages a node allocates if it has `num_pages` kept pages. There are never more tail pages
+    than kept pages. Both numbers include the page that only padding rows use.
 
     `num_new`: new tokens of one sequence in a round. `relative_size`: bytes of a tail page divided by the bytes of a
     kept page. The sum has three parts:

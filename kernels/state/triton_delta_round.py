@@ -1,5 +1,5 @@
-"""Triton kernels that compute a decode round of the gated delta rule: each sequence has a few new tokens (rows), which
-start from the state that is stored at the end of its last whole block (the edge).
+"""Triton kernels for a decode round of the gated delta rule. Each sequence has a few new tokens (rows). The state that
+they start from is stored at the end of the sequence's last whole block (the edge).
 
 Two kernels share the work. The first one computes what all columns of a state need: queries, keys and decays of new
 rows, and their products with all keys since the edge. A program of the second one computes some columns of the values,
@@ -251,8 +251,9 @@ def _next_row(
     passed, here, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DECAY_DIM: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Store what the second kernel reads of a new row, and its decays since the edge. All pointers are the row's own.
-    Return `keys`, `decay` and `passed`, as `old_keys` does, with this row, whose place in the block is `here`."""
+    """Take one new row, number `here` of its block. Store its vectors, products and steps for the second kernel, and
+    the sum of the decays from the edge to the row. Return `keys`, `decay` and `passed` of `old_keys` with this row
+    added. All pointers are the row's own."""
     row, dims, shared = tl.arange(0, ROWS), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)
     is_dim, is_shared = dims < KEY_DIM, shared < SHARED
     parts = dims if DECAY_DIM > 1 else shared

@@ -1,4 +1,5 @@
-"""Triton kernels that compute a decode round of the gated delta rule whose new rows are nodes of trees of drafts.
+"""Triton kernels for a decode round of the gated delta rule that verifies trees of drafts. Each new row is a
+node of a tree.
 
 A node sees the rows before the tree since the last edge, its ancestors and itself. So its path from the root is a text
 of its own: it is convolved along the path, and decays are summed along it. As in a round of chains

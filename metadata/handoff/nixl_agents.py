@@ -1,5 +1,5 @@
-"""The two ends of a NIXL read. `PoolAgent`, on a prefill node, lets decode nodes read its page pools. `RingAgent`, on a
-decode node, reads pages into a staging ring.
+"""Reads pages of another node by NIXL. The node that has the pages runs a `PoolAgent`, which lets others read its page
+pools. The node that wants them runs a `RingAgent`, which reads them into a staging ring.
 
 NIXL cannot cancel a read: bytes may land after the read's handle was released (ai-dynamo/nixl#2067). Therefore a read
 never goes to a page of a pool. It goes to a slot of the ring, and the transport copies the page from there. If a read

@@ -1,5 +1,5 @@
-"""Which nodes can be trusted with requests: `PairHealth` decides it for each pair of a prefill and a decode node, and
-for each decode node that computes prompts itself. It is an automaton: it has no clock and no socket.
+"""Decides which nodes get requests. `PairHealth` has a state for each pair of a prefill and a decode node, and for each
+decode node that computes prompts itself. It is an automaton: it has no clock and no socket.
 
 The dispatcher reports events with their time, and carries out the effects that come back, in order: StartCanary,
 PairsReady, TellProven, TellOutcome. Every canary that it starts ends with one event: `answered`, `failed` or `no_room`.

@@ -22,11 +22,13 @@ _SAYS = {True: "drained by an operator", False: "put back by an operator"}
 
 
 class Drains:
-    """Remembers which nodes operators have drained. `nodes`: the nodes that have joined, by routing id; the registry
-    changes it.
+    """Remembers which nodes operators have drained.
 
-    A node is told, and tells all its routers. Until its heartbeat says what it was told here, that is told again, and
-    what the heartbeat says does not count. Nodes of older releases are drained at this router alone."""
+    `nodes` has the nodes that have joined, by routing id. The registry adds and removes them.
+
+    The router tells a node that it is drained or put back, and the node tells its other routers by its heartbeats. The
+    router repeats this until a heartbeat of the node agrees; until then it goes by what it has told, not by the
+    heartbeat. A node of an older release cannot be told, so it is drained at this router alone."""
 
     def __init__(self, nodes: Mapping[bytes, Node]) -> None:
         self._nodes = nodes

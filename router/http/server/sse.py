@@ -93,7 +93,7 @@ class EventStream:
         self._pending: list[bytes] = []
         self._num_pending = 0  # bytes
         self._response: web.StreamResponse | None = None
-        self._transport: asyncio.Transport | None = None  # None: not open, or its client has left
+        self._transport: asyncio.Transport | None = None  # None: not open yet, or its client left before
         self._is_chunked = False
         self._has_written = False  # in this tick
 

@@ -47,6 +47,13 @@ TOKEN_ID = 300
 NODE_STREAMS = 256  # of a decode node
 NUM_PAGES = 100_000  # of each node
 BATCH = 64  # streams of one Tokens message
+CONFIG = {
+    "port": 0,
+    "node_address": "tcp://127.0.0.1:*",
+    "canary_interval_s": 3600.0,
+    "max_waiting": 20_000,
+    "max_queue_s": 600.0,
+}  # of each router
 CLIENT_STREAMS = 1000  # of a process of clients
 START_S = 0.01  # between the starts of two streams of a process
 
@@ -293,12 +300,9 @@ def phase(
     num_routers: int = 1,
     num_clients: int | None = None,
 ) -> dict[str, Any]:
-    """Start routers, each with nodes in a process of their own, and run all streams once, divided between the routers,
-    and of each router between so many processes of clients. The first router is watched by so many viewers of GET
-    /live."""
+    """Run all streams once, divided between routers, and of each router between processes of clients. Each router has
+    nodes in a process of their own. Viewers of GET /live watch the first router."""
     context = multiprocessing.get_context("spawn")
-    config = {"port": 0, "node_address": "tcp://127.0.0.1:*", "canary_interval_s": 3600.0}
-    config |= {"max_waiting": 20_000, "max_queue_s": 600.0}
     routers, others, urls, pipes, askers, start_s = [], [], [], [], [], 0.0
 
     def start(run: Callable[..., None], *about: Any) -> Any:
@@ -313,7 +317,7 @@ def phase(
     try:
         for _ in range(num_routers):
             ours, theirs = context.Pipe()
-            routers.append(context.Process(target=run_router, args=(config, theirs), daemon=True))
+            routers.append(context.Process(target=run_router, args=(CONFIG, theirs), daemon=True))
             routers[-1].start()
             url, address, start_s = ours.recv()
             urls.append(url)
@@ -324,8 +328,7 @@ def phase(
         idle_rss, begun = processes[0].memory_info().rss, time.perf_counter()
         for url in urls:
             for first in range(0, of_router, of_client):
-                num_asked = min(of_client, of_router - first)
-                askers.append(start(run_clients, url, num_asked, num_tokens))
+                askers.append(start(run_clients, url, min(of_client, of_router - first), num_tokens))
         watched_others = [psutil.Process(each.pid) for each in others]
         told = asyncio.to_thread(collect, processes, watched_others, pipes, askers, is_paced=interval_s > 0)
         found = run_on_uvloop(watched(urls[0], num_viewers, told))

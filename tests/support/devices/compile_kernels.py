@@ -358,7 +358,6 @@ def _delta() -> None:
         triton_delta_pairs,
         triton_delta_prompt,
         triton_delta_round,
-        triton_delta_tree,
     )
 
     kinds = dict.fromkeys(("updates", "states", "taps", "a_log", "dt_bias", "vectors", "products", "steps"), "*fp32")
@@ -385,19 +384,7 @@ def _delta() -> None:
         for states, kind in (("*fp32", ""), ("*bf16", " of short states")):
             own = types | {"states": states}
             print(f"round{words}{kind}", compiled_bytes(kernel, constants, own, num_warps=num_warps, **launch))
-        own = types | {"paths": "*i32"}
-        both = {**sizes, "QKV_HEAD": of_inputs["QKV_HEAD"], "TAPS": 4, "ROWS": 64, "LONGEST": 16}
-        constants, num_warps = {**both, **of_inputs, "BLOCK_S": shared}, triton_delta_tree.WARPS_OF_NODES[decay_dim > 1]
-        kernel, launch = triton_delta_tree._nodes_kernel, {"num_warps": num_warps, "num_stages": 1}
-        print(f"nodes of trees{words}", compiled_bytes(kernel, constants, own, **launch))
-        block_v, num_warps = triton_delta_tree.TILE_OF_STATE
-        part = {"STATE_PART": 256 * shared, "BLOCK_V": block_v}
-        constants, kernel = {**both, **part, "NODES": 64, "token_stride": token_stride}, triton_delta_tree._tree_kernel
-        del constants["BLOCK_K"]
-        launch = {"num_warps": num_warps, "num_stages": 1}
-        print(f"columns of trees{words}", compiled_bytes(kernel, constants, own, **launch))
-        kernel = triton_delta_tree._edges_kernel
-        print(f"edges of trees{words}", compiled_bytes(kernel, {**sizes, **part}, own, num_warps=num_warps))
+        _delta_trees(words, sizes, of_inputs, types)
         of_blocks = {**sizes, "ROWS": 64}
         for kept, scale, states in (("*fp16", 1 / 16, "*fp32"), ("*fp32", 1.0, "*bf16")):
             own = types | dict.fromkeys((*"qkw", "values", "pairs", "system"), kept) | {"states": states}
@@ -418,6 +405,24 @@ def _delta() -> None:
                 print(f"{name} {kept[1:]}{words}", compiled_bytes(kernel, constants, own, **launch))
     constants = {"GATE_HEAD": 768, "VALUES": 32, "SHARED": 2, "DIM": 128, "BLOCK": 128, "ROWS": 4, "SIGMOID": False}
     print("gate", compiled_bytes(triton_delta_gate._gate_kernel, constants | {"DEPENDENT": True}, types, num_warps=4))
+
+
+def _delta_trees(words: str, sizes: dict[str, Any], of_inputs: dict[str, Any], types: dict[str, str]) -> None:
+    from baton.kernels.state import triton_delta_tree
+
+    shared, own = sizes["SHARED"], types | {"paths": "*i32"}
+    both = {**sizes, "QKV_HEAD": of_inputs["QKV_HEAD"], "TAPS": 4, "ROWS": 64, "LONGEST": 16}
+    num_warps = triton_delta_tree.WARPS_OF_NODES[sizes["DECAY_DIM"] > 1]
+    constants, kernel = {**both, **of_inputs, "BLOCK_S": shared}, triton_delta_tree._nodes_kernel
+    print(f"nodes of trees{words}", compiled_bytes(kernel, constants, own, num_warps=num_warps, num_stages=1))
+    block_v, num_warps = triton_delta_tree.TILE_OF_STATE
+    part = {"STATE_PART": 256 * shared, "BLOCK_V": block_v}
+    constants = {**both, **part, "NODES": 64, "token_stride": of_inputs["token_stride"]}
+    del constants["BLOCK_K"]
+    kernel = triton_delta_tree._tree_kernel
+    print(f"columns of trees{words}", compiled_bytes(kernel, constants, own, num_warps=num_warps, num_stages=1))
+    kernel = triton_delta_tree._edges_kernel
+    print(f"edges of trees{words}", compiled_bytes(kernel, {**sizes, **part}, own, num_warps=num_warps))
 
 
 def _entries() -> None:
